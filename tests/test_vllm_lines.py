@@ -103,25 +103,14 @@ def test_links_of_the_lessons_only_need_lines_that_are_there():
 @pytest.mark.parametrize(
     ("code", "label"),
     [
-        ("async def f(): ...", "async def f"),
-        ("for a, b in c: ...", "for a"),
-        ("async for a in c: ...", "for a"),
-        ("with open(x) as y: ...", "with open"),
-        ("if not self.a.b and c: ...", "if a.b"),
-        ("if (one := two()): ...", "if one"),
-        ("while True: ...", "while"),
-        ("a.b, c = 1, 2", "a.b"),
-        ("self.a: int = 1", "a"),
-        ("a &= b", "a"),
-        ("await self.a.b(c)", "a.b"),
-        ("kernel[(1,)](x)", "kernel"),
-        ("assert len(a) == 1", "assert len"),
-        ("raise ValueError(a)", "raise ValueError"),
-        ("try: ...\nfinally: ...", "try"),
-        ("return None", "return"),
-        ("return self.f(x)", "return f"),
+        ("async def f(): ...", "async def f"), ("for a, b in c: ...", "for a"), ("async for a in c: ...", "for a"),
+        ("with open(x) as y: ...", "with open"), ("if not self.a.b and c: ...", "if a.b"),
+        ("if (one := two()): ...", "if one"), ("while True: ...", "while"), ("a.b, c = 1, 2", "a.b"),
+        ("self.a: int = 1", "a"), ("a &= b", "a"), ("await self.a.b(c)", "a.b"), ("kernel[(1,)](x)", "kernel"),
+        ("assert len(a) == 1", "assert len"), ("raise ValueError(a)", "raise ValueError"),
+        ("try: ...\nfinally: ...", "try"), ("return None", "return"), ("return self.f(x)", "return f"),
     ],
-)
+)  # fmt: skip
 def test_the_name_of_a_statement(code: str, label: str):
     body = ast.parse(f"async def f():\n    {code.replace(chr(10), chr(10) + '    ')}").body[0].body
     assert tool.label(body[0]) == label

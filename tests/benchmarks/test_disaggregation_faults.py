@@ -75,14 +75,10 @@ def test_the_front_says_that_keys_and_values_are_at_the_wire(faulty_wire):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"got": "whole"},
-        {"text_is_right": False},
-        {"words": ""},
-        {"held": {"decode": 0.01}},
-        {"unfinished": {"decode": 1.0}},
-        {"answers": {"decode": False}},
+        {"got": "whole"}, {"text_is_right": False}, {"words": ""}, {"held": {"decode": 0.01}},
+        {"unfinished": {"decode": 1.0}}, {"answers": {"decode": False}},
     ],
-)
+)  # fmt: skip
 def test_only_what_is_as_it_should_be_is_well(bench, changed):
     well = bench.Row(
         "f", "fail", "error", "error", "why", 0.1, True, {"decode": 0.0}, {"decode": 0.0}, {"decode": True}

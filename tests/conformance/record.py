@@ -83,26 +83,19 @@ def _speculative_config(config: dict[str, Any], model_config: ModelConfig) -> Sp
     if not config.get("num_speculative_tokens"):
         return None
     return SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=config["num_speculative_tokens"],
-        prompt_lookup_max=2,
-        prompt_lookup_min=1,
-        target_model_config=model_config,
-        target_parallel_config=ParallelConfig(),
-    )
+        method="ngram", num_speculative_tokens=config["num_speculative_tokens"], prompt_lookup_max=2,
+        prompt_lookup_min=1, target_model_config=model_config, target_parallel_config=ParallelConfig(),
+    )  # fmt: skip
 
 
 def make_request(entry: dict[str, Any], block_size: int) -> Request:
     """Return the request of a workload's `requests` entry."""
     return Request(
-        request_id=entry["id"],
-        prompt_token_ids=entry["prompt"],
+        request_id=entry["id"], prompt_token_ids=entry["prompt"],
         sampling_params=SamplingParams(max_tokens=entry["max_tokens"], ignore_eos=True, temperature=0.0),
-        pooling_params=None,
-        arrival_time=entry["arrival_step"] + entry["order"] * 1e-6,
-        priority=entry["priority"],
+        pooling_params=None, arrival_time=entry["arrival_step"] + entry["order"] * 1e-6, priority=entry["priority"],
         block_hasher=get_request_block_hasher(block_size, sha256),
-    )
+    )  # fmt: skip
 
 
 def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: list[str]) -> dict[str, Any]:

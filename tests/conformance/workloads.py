@@ -23,16 +23,13 @@ def _random_config(rng: Random) -> dict[str, Any]:
     enable_chunked_prefill = rng.random() < 0.75
     least_budget = max_num_seqs if enable_chunked_prefill else max(max_num_seqs, max_model_len)
     return {
-        "block_size": rng.choice([1, 2, 3, 4, 8, 16]),
-        "num_blocks": 0,
-        "max_num_seqs": max_num_seqs,
+        "block_size": rng.choice([1, 2, 3, 4, 8, 16]), "num_blocks": 0, "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": least_budget + rng.choice([0, 0, 1, 3, 10, 50, 500]),
         "max_model_len": max_model_len,
         "long_prefill_token_threshold": min(rng.choice([0, 0, 1, 2, 5, 13]), max_model_len),
-        "policy": rng.choice(["fcfs", "priority"]),
-        "enable_prefix_caching": rng.random() < 0.7,
+        "policy": rng.choice(["fcfs", "priority"]), "enable_prefix_caching": rng.random() < 0.7,
         "enable_chunked_prefill": enable_chunked_prefill,
-    }
+    }  # fmt: skip
 
 
 def _random_requests(rng: Random, config: dict[str, Any]) -> list[dict[str, Any]]:

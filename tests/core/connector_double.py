@@ -10,14 +10,8 @@ from typing import Any, cast
 from core.worker_double import NextToken, WorkerDouble, prefixes_of
 
 from minivllm.config import KVTransferConfig
+from minivllm.core import kv_connector
 from minivllm.core.block_pool import KVCacheBlock
-from minivllm.core.kv_connector import (
-    KVConnectorBase_V1,
-    KVConnectorConfig,
-    KVConnectorMetadata,
-    KVConnectorOutput,
-    KVConnectorRole,
-)
 from minivllm.core.request import Request
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -25,14 +19,11 @@ INVALID = -1
 """What a slot holds that should have been loaded and was not, or was computed from such slots."""
 
 
-def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
-    return KVConnectorConfig(
-        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", **settings),
-        model_fingerprint="",
-        block_size=block_size,
-        num_gpu_blocks=11,
-        kv_cache_dtype="float32",
-    )
+def config_double(block_size: int = 4, **settings: Any) -> kv_connector.KVConnectorConfig:
+    return kv_connector.KVConnectorConfig(
+        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", **settings), model_fingerprint="",
+        block_size=block_size, num_gpu_blocks=11, kv_cache_dtype="float32",
+    )  # fmt: skip
 
 
 @dataclass
@@ -66,18 +57,18 @@ class Load:
 
 
 @dataclass
-class Metadata(KVConnectorMetadata):
+class Metadata(kv_connector.KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     sends: dict[str, int] = field(default_factory=dict)
 
 
-class ConnectorDouble(KVConnectorBase_V1):
+class ConnectorDouble(kv_connector.KVConnectorBase_V1):
     """The connector's scheduler side, which follows `plans` by request id and does nothing for
     other requests.
     """
 
     def __init__(self, plans: dict[str, Plan], block_size: int = 4, **settings: Any) -> None:
-        super().__init__(config_double(block_size, **settings), KVConnectorRole.SCHEDULER)
+        super().__init__(config_double(block_size, **settings), kv_connector.KVConnectorRole.SCHEDULER)
         self.plans, self.metadata = plans, Metadata()
         self.sends: dict[str, int] = {}
         self.ended: list[str] = []
@@ -108,7 +99,7 @@ class ConnectorDouble(KVConnectorBase_V1):
         load = Load(request, block_ids, start, stop, plan.load_steps * loads_async, loads_async, plan.fails)
         self.metadata.loads.append(load)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> kv_connector.KVConnectorMetadata:
         metadata, self.metadata = self.metadata, Metadata()
         return metadata
 
@@ -120,7 +111,7 @@ class ConnectorDouble(KVConnectorBase_V1):
         self.metadata.sends[request.request_id] = self.sends[request.request_id] = steps
         return True, {"remote_block_ids": block_ids}
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: kv_connector.KVConnectorOutput) -> None:
         for name in connector_output.finished_sending:
             self.sends.pop(name, None)
 
@@ -142,7 +133,7 @@ class RemoteWorkerDouble(WorkerDouble):
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = cast(Metadata, output.kv_connector_metadata)
-        connector_output = KVConnectorOutput()
+        connector_output = kv_connector.KVConnectorOutput()
         self.spoiled = set()
         for load in metadata.loads:
             (self.loading.append if load.num_steps else lambda item: self.arrive(item, connector_output))(load)
@@ -166,7 +157,7 @@ class RemoteWorkerDouble(WorkerDouble):
         super().reset()
         self.loading.clear()
 
-    def arrive(self, load: Load, output: KVConnectorOutput) -> None:
+    def arrive(self, load: Load, output: kv_connector.KVConnectorOutput) -> None:
         """Fill the blocks of a load, except those that are planned to fail."""
         prefixes = prefixes_of(load.request.sampling_params, load.request.all_token_ids[: load.stop])
         broken = range(len(load.block_ids)) if load.fails is None else load.fails

@@ -1,7 +1,5 @@
 """Test hits, slots that are looked ahead to, and what does not fit; vLLM's traces show the rest."""
 
-import pytest
-
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request import Request
@@ -40,13 +38,6 @@ def test_a_prefix_has_no_holes() -> None:
     allocate(manager, a, 12)
     manager.block_pool.evict_blocks([manager.block_pool.blocks[2]])
     assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 4
-
-
-@pytest.mark.parametrize(("length", "hit"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_a_hit_leaves_at_least_one_token(length: int, hit: int) -> None:
-    manager = make()
-    allocate(manager, request("a", [*range(8)]), 8)
-    assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == hit
 
 
 def test_a_hit_leaves_out_its_last_block_for_a_drafter_that_looks_one_token_ahead() -> None:

@@ -221,17 +221,11 @@ def test_whatever_the_workload_the_tier_changes_no_token_and_leaks_no_block(seed
     extra = {"num_usable": rng.choice([1, 3, 8, 40]), "offload_prompt_only": rng.random() < 0.4}
     num_drafts = 0 if ahead else rng.choice([0, 0, 2])
     run = OffloadRun(
-        connector_of(**extra),
-        ahead=ahead,
-        rng=rng,
-        most_steps=rng.choice([1, 2, 6]),
-        num_gpu_blocks=rng.randint(12, 20),
-        max_num_seqs=rng.choice([2, 3, 16]),
-        max_num_batched_tokens=rng.choice([16, 20, 64]),
-        policy=rng.choice(["fcfs", "priority"]),
-        scheduler_reserve_full_isl=rng.random() < 0.5,
-        drafting=DraftingConfig(num_speculative_tokens=num_drafts),
-    )
+        connector_of(**extra), ahead=ahead, rng=rng, most_steps=rng.choice([1, 2, 6]),
+        num_gpu_blocks=rng.randint(12, 20), max_num_seqs=rng.choice([2, 3, 16]),
+        max_num_batched_tokens=rng.choice([16, 20, 64]), policy=rng.choice(["fcfs", "priority"]),
+        scheduler_reserve_full_isl=rng.random() < 0.5, drafting=DraftingConfig(num_speculative_tokens=num_drafts),
+    )  # fmt: skip
     heads = [[rng.randrange(4) for _ in range(30)] for _ in range(3)]
     run.serve(
         rng.choice(heads)[: rng.randint(1, 30)] + [rng.randrange(4) for _ in range(rng.randint(1, 4))]

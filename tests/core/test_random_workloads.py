@@ -163,11 +163,8 @@ def test_workloads_with_steps_in_flight(seed: int) -> None:
     through_stages = rng.random() < 0.3
     num_drafts = 0 if through_stages else rng.choice([0, 0, 1, 3])
     configs = configs_of(
-        workload,
-        2 * num_drafts,
-        max_num_batched_tokens=workload["config"]["max_model_len"],
-        max_loras=rng.choice([0, 1, 2]),
-        drafting=DraftingConfig(num_speculative_tokens=num_drafts),
+        workload, 2 * num_drafts, max_num_batched_tokens=workload["config"]["max_model_len"],
+        max_loras=rng.choice([0, 1, 2]), drafting=DraftingConfig(num_speculative_tokens=num_drafts),
         async_scheduling=not through_stages,
-    )
+    )  # fmt: skip
     serve(Run(AsyncScheduler(*configs), rng, depth=3 if through_stages else 2), workload)

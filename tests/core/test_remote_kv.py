@@ -247,19 +247,12 @@ def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
     rng = Random(seed)
     plans: dict[str, Plan] = {}
     run = PlannedRun(
-        plans,
-        recompute,
-        rng,
-        ahead=ahead,
-        num_gpu_blocks=rng.randint(12, 40),
-        max_num_seqs=rng.choice([1, 2, 3, 16]),
-        max_num_batched_tokens=rng.choice([5, 16, 64]),
-        long_prefill_token_threshold=rng.choice([0, 0, 7]),
-        policy=rng.choice(["fcfs", "priority"]),
-        watermark=rng.choice([0.0, 0.0, 0.1]),
-        scheduler_reserve_full_isl=rng.random() < 0.8,
+        plans, recompute, rng, ahead=ahead, num_gpu_blocks=rng.randint(12, 40),
+        max_num_seqs=rng.choice([1, 2, 3, 16]), max_num_batched_tokens=rng.choice([5, 16, 64]),
+        long_prefill_token_threshold=rng.choice([0, 0, 7]), policy=rng.choice(["fcfs", "priority"]),
+        watermark=rng.choice([0.0, 0.0, 0.1]), scheduler_reserve_full_isl=rng.random() < 0.8,
         enable_prefix_caching=rng.random() < 0.8,
-    )
+    )  # fmt: skip
 
     def prompts() -> Iterator[list[int]]:
         for index in range(rng.randint(1, 12)):

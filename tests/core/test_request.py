@@ -4,7 +4,6 @@ import pytest
 from refusals import assert_refused
 
 from minivllm.core.engine_messages import EngineCoreRequest
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stop import check_stop
 from minivllm.sampling_params import SamplingParams
@@ -18,10 +17,6 @@ def test_the_callers_prompt_is_not_changed() -> None:
 
 def test_a_request_without_a_prompt_is_refused() -> None:
     assert_refused("is empty", Request, "r", [], max_tokens=1)
-
-
-def test_adapters_are_numbered_from_one() -> None:
-    assert_refused("numbered from 1", LoRARequest, "adapter", 0, "/adapters/a")
 
 
 @pytest.mark.parametrize("status", list(RequestStatus))

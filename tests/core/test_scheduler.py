@@ -136,13 +136,9 @@ def num_steps_of_equals(rules: SchedulingPolicy, must_fit: bool) -> int:
     tokens have ended.
     """
     config = SchedulerConfig(
-        max_model_len=10,
-        max_num_batched_tokens=4,
-        max_num_seqs=2,
-        long_prefill_token_threshold=2,
-        policy="priority",
+        max_model_len=10, max_num_batched_tokens=4, max_num_seqs=2, long_prefill_token_threshold=2, policy="priority",
         scheduler_reserve_full_isl=must_fit,
-    )
+    )  # fmt: skip
     d = Drive(Scheduler(config, CacheConfig(num_gpu_blocks=6, block_size=2, enable_prefix_caching=False), rules))
     for name in "ab":
         d.add(name, 7, max_tokens=2, arrival_time=1.0)

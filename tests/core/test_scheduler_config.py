@@ -9,19 +9,15 @@ from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"max_model_len": 1}, "max_model_len is 1"),
-        ({"long_prefill_token_threshold": -1}, "not negative"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"), ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"), ({"long_prefill_token_threshold": -1}, "not negative"),
         ({"long_prefill_token_threshold": None}, "long_prefill_token_threshold is None"),
         ({"long_prefill_token_threshold": "8"}, "long_prefill_token_threshold is '8'"),
-        ({"long_prefill_token_threshold": 65}, "exceeds max_model_len"),
-        ({"max_loras": -1}, "max_loras is -1"),
-        ({"watermark": 1.0}, "watermark is 1.0"),
-        ({"watermark": -0.1}, "watermark is -0.1"),
+        ({"long_prefill_token_threshold": 65}, "exceeds max_model_len"), ({"max_loras": -1}, "max_loras is -1"),
+        ({"watermark": 1.0}, "watermark is 1.0"), ({"watermark": -0.1}, "watermark is -0.1"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 63}, "without chunked prefill"),
     ],
-)
+)  # fmt: skip
 def test_scheduler_config_refuses(arguments: dict[str, object], words: str) -> None:
     assert_refused(words, SchedulerConfig, **{"max_model_len": 64, **arguments})  # type: ignore[arg-type]
 

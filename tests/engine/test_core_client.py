@@ -140,11 +140,19 @@ def children() -> set[int]:
 
 def test_nothing_is_dropped_while_the_core_is_held_up(apart):
     """More requests arrive than a socket buffers by default, as during a first step that compiles."""
-    core = apart.llm_engine.engine_core.cores.processes[0]
+    engine, all_sent = apart.llm_engine, []
+    prompts = [{"prompt_token_ids": [1 + index % 99], "cache_salt": "x" * 2000} for index in range(1500)]
+    core = engine.engine_core.cores.processes[0]
+
+    def go_on_when_all_are_sent():
+        all_sent.append(eventually(lambda: len(engine.output_processor.states) == len(prompts), 10.0, pause=0.01))
+        os.kill(core.pid, signal.SIGCONT)
+
     os.kill(core.pid, signal.SIGSTOP)
-    threading.Timer(2.0, os.kill, (core.pid, signal.SIGCONT)).start()
-    outputs = apart.generate([[1 + index % 99] for index in range(1200)], SamplingParams(temperature=0.0, max_tokens=1))
-    assert [output.prompt_token_ids[0] for output in outputs] == [1 + index % 99 for index in range(1200)]
+    threading.Thread(target=go_on_when_all_are_sent).start()
+    outputs = apart.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
+    assert all_sent == [True], "none had to wait for the core"
+    assert [output.prompt_token_ids for output in outputs] == [prompt["prompt_token_ids"] for prompt in prompts]
 
 
 def test_a_killed_core_is_told_at_once(apart):

@@ -85,17 +85,13 @@ def test_the_same_tokens_with_graphs(eager, graphed):
 def step(num_rows: int, keys: int = 20) -> StepInputs:
     """Make a decode step whose requests use the last blocks of the cache."""
     return StepInputs(
-        req_ids=[str(row) for row in range(num_rows)],
-        rows=np.arange(num_rows),
-        input_ids=np.arange(3, 3 + num_rows, dtype=np.int32),
-        positions=np.full(num_rows, keys - 1),
+        req_ids=[str(row) for row in range(num_rows)], rows=np.arange(num_rows),
+        input_ids=np.arange(3, 3 + num_rows, dtype=np.int32), positions=np.full(num_rows, keys - 1),
         slot_mapping=16 * (30 + np.arange(num_rows)) + (keys - 1) % 16,
-        query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
-        seq_lens=np.full(num_rows, keys, np.int32),
-        block_table=np.stack([np.full(2, 30 + row, np.int32) for row in range(num_rows)]),
-        drafts={},
+        query_start_loc=np.arange(num_rows + 1, dtype=np.int32), seq_lens=np.full(num_rows, keys, np.int32),
+        block_table=np.stack([np.full(2, 30 + row, np.int32) for row in range(num_rows)]), drafts={},
         **dict.fromkeys(("sampling", "num_sampled", "logits_indices"), np.zeros(0, np.int64)),
-    )
+    )  # fmt: skip
 
 
 @torch.inference_mode()

@@ -32,15 +32,9 @@ SHAPE = {
 }  # fmt: skip
 SHARED = [(7 * position + 5) % 150 for position in range(33)]
 PROMPTS = [
-    SHARED,
-    [*SHARED, 11, 12],
-    SHARED[:17],
-    [9],
-    [*SHARED[:16], 1, 2, 3, 4],
-    [(3 * position) % 149 for position in range(40)],
-    [*SHARED, 11, 12, 13, 14, 15, 16],
-    [5, 6],
-]
+    SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4],
+    [(3 * position) % 149 for position in range(40)], [*SHARED, 11, 12, 13, 14, 15, 16], [5, 6],
+]  # fmt: skip
 TIGHT = {"max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8}
 NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = {"dtype": "float32", "device": "cpu"}

@@ -13,7 +13,7 @@ from refusals import assert_refused
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.engine_messages import EngineCoreRequest
-from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 from minivllm_lab.inside import core_of, runner_of
@@ -155,25 +155,20 @@ def test_streams_say_all_so_far_or_what_is_new(idle):
 
 
 BAD = [
-    ("", GREEDY, "the prompt is empty"),
-    ([[]], GREEDY, "the prompt is empty"),
-    ([[4096]], GREEDY, "the vocabulary is 0 to 4095"),
-    ([[1] * 256], GREEDY, "may have 255"),
-    ([["a", "b"]], GREEDY, "a prompt is a string"),
-    (17, GREEDY, "prompts are int"),
-    ({"text": "a"}, GREEDY, "prompt_token_ids"),
-    ({"prompt": 5}, GREEDY, "it must be a string"),
+    ("", GREEDY, "the prompt is empty"), ([[]], GREEDY, "the prompt is empty"),
+    ([[4096]], GREEDY, "the vocabulary is 0 to 4095"), ([[1] * 256], GREEDY, "may have 255"),
+    ([["a", "b"]], GREEDY, "a prompt is a string"), (17, GREEDY, "prompts are int"),
+    ({"text": "a"}, GREEDY, "prompt_token_ids"), ({"prompt": 5}, GREEDY, "it must be a string"),
     ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
     ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is not valid text"),
     ({"prompt": "a", "cache_slat": "b"}, GREEDY, "a prompt has no key 'cache_slat'; did you mean 'cache_salt'"),
-    ("\ud800", GREEDY, "half a character"),
-    (b"abc", GREEDY, "prompts are bytes"),
+    ("\ud800", GREEDY, "half a character"), (b"abc", GREEDY, "prompts are bytes"),
     ([[True, 2]], GREEDY, "a prompt is a string"),
     ("a", [GREEDY, GREEDY], "there are 1 prompts, but 2 in sampling_params"),
     ("a", {"temperature": 0}, "must be SamplingParams"),
     ("a", SamplingParams(stop_token_ids=[5000]), "stop_token_ids has the token id 5000"),
     ("a", SamplingParams(allowed_token_ids=[0], min_tokens=2), "nothing could be generated"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("prompts", "params", "said"), BAD, ids=lambda value: str(value)[:30])
@@ -202,15 +197,10 @@ def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
 
 
 EXTREMES = [
-    {"temperature": 2.0, "allowed_token_ids": [5, 6]},
-    {"temperature": 1e-300},
-    {"top_p": 1e-320},
-    {"top_k": 2**70},
-    {"repetition_penalty": 1e6, "temperature": 1e-2},
-    {"repetition_penalty": 1e-6, "temperature": 1e-2},
-    {"allowed_token_ids": {5}, "bad_words": ["def"]},
-    {"seed": -(2**70)},
-]
+    {"temperature": 2.0, "allowed_token_ids": [5, 6]}, {"temperature": 1e-300}, {"top_p": 1e-320}, {"top_k": 2**70},
+    {"repetition_penalty": 1e6, "temperature": 1e-2}, {"repetition_penalty": 1e-6, "temperature": 1e-2},
+    {"allowed_token_ids": {5}, "bad_words": ["def"]}, {"seed": -(2**70)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("extreme", EXTREMES, ids=str)
@@ -268,7 +258,7 @@ def test_a_request_fills_the_models_length_and_the_pool_must_hold_that():
     assert_refused("max_model_len = 65 .* set max_model_len to 64 or less", LLM, EMBEDDED_MODEL, **settings)
 
 
-def test_models_that_cannot_be(tmp_path):
+def test_models_that_cannot_be():
     for name in ("~nouser/x", "a" * 300, "a\0b"):
         with pytest.raises(MinivllmError, match="there is no model directory") as refused:
             LLM(name)
@@ -277,11 +267,6 @@ def test_models_that_cannot_be(tmp_path):
     assert_refused("model is ''; it must be a directory", LLM, "")
     assert_refused("there is no model directory", LLM, "./nothing-here")
     assert_refused("model is None; it must be a directory, or a name", LLM, None)
-    shutil.copytree(EMBEDDED_MODEL, tmp_path / "other")
-    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    with pytest.raises(UnsupportedModelError):
-        LLM(tmp_path / "other")
 
 
 def test_without_a_tokenizer_tokens_in_and_tokens_out():

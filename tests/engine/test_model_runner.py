@@ -4,6 +4,7 @@ recovers from any error.
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from models.small import SMALL
@@ -73,6 +74,16 @@ def test_logits_that_are_not_finite_are_refused_and_the_request_is_named(value, 
     runner.reset()
     again = tokens_of(runner, new_scheduler(prompts, drafts))
     assert again == tokens_of(sound, new_scheduler(prompts)), "nothing of the NaN is left in the cache"
+
+
+def test_a_reset_forgets_the_prompts_and_the_step_in_progress():
+    runner = new_runner()
+    chunk = new_scheduler([[1, 2] * 6], prompt_logprobs=1).schedule()
+    runner.execute_model(replace(chunk, has_structured_output_requests=True))
+    assert runner.prompt_logprobs
+    runner.reset()
+    assert not runner.prompt_logprobs
+    assert runner.execute_model_state is None
 
 
 def set_one_logit(runner, value, monkeypatch):

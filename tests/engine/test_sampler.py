@@ -81,16 +81,9 @@ def is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
 
 
 SETTINGS = [
-    {},
-    {"temperature": 0.5},
-    {"top_k": 1},
-    {"top_k": 3},
-    {"top_p": 0.3},
-    {"top_p": 0.999},
-    {"min_p": 0.2},
-    {"top_k": 5, "top_p": 0.7},
-    {"temperature": 1.7, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
-]
+    {}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 0.999}, {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.7}, {"temperature": 1.7, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("chosen", SETTINGS, ids=str)

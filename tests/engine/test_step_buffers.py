@@ -24,19 +24,14 @@ def steps(draw, tokens_each: int) -> StepInputs:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     nothing = np.zeros(0, np.int64)
     return StepInputs(
-        req_ids=[str(row) for row in range(requests)],
-        rows=np.arange(requests),
+        req_ids=[str(row) for row in range(requests)], rows=np.arange(requests),
         input_ids=random.integers(1, 4096, tokens).astype(np.int32),
-        positions=random.integers(0, 16 * columns, tokens),
-        slot_mapping=random.integers(0, 2**40, tokens),
+        positions=random.integers(0, 16 * columns, tokens), slot_mapping=random.integers(0, 2**40, tokens),
         query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
         seq_lens=random.integers(1, 16 * columns, requests).astype(np.int32),
-        block_table=random.integers(1, 2**31, (requests, columns)).astype(np.int32),
-        sampling=nothing,
-        num_sampled=nothing,
-        logits_indices=nothing,
-        drafts={},
-    )
+        block_table=random.integers(1, 2**31, (requests, columns)).astype(np.int32), sampling=nothing,
+        num_sampled=nothing, logits_indices=nothing, drafts={},
+    )  # fmt: skip
 
 
 def addresses_of(buffers: StepBuffers) -> list[int]:

@@ -266,12 +266,6 @@ def test_a_long_chain_of_references_ends_no_process(link):
     check_grammar(StructuredOutputsParams(**text))
 
 
-def test_a_grammar_that_grows_too_large_at_work_is_that_requests_error(llm):
-    too_wide = StructuredOutputsParams(grammar="start: " + " | ".join(f'"w{number}"' for number in range(3000)))
-    assert_refused("Current row has 3001 items", conforming, llm, [too_wide])
-    assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
-
-
 def test_what_a_thread_raises_is_the_failure():
     future = Future()
     future.set_exception(OSError("no tokenizer"))

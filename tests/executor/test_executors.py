@@ -4,21 +4,24 @@ import os
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from executor.rank_double import Ending
 from executor.test_rank_processes import have_ended, pids_of
-from patience import PATIENCE
+from patience import PATIENCE, eventually
 from refusals import assert_refused
 
 from minivllm.config import EMBEDDED_DRAFT, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.errors import WorkerFailedError
 from minivllm.executor.factory import make_executor
 from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.ray_executor import interface_of
+from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.worker.settings import WorkerSettings
 from minivllm.worker.worker import LOOPBACK_INTERFACE
 
@@ -38,6 +41,24 @@ def test_a_future_of_one_process_holds_the_error(monkeypatch):
     future = executor.start_model(cast(Any, None))
     assert future.done()
     assert isinstance(future.exception(), AttributeError)
+
+
+def test_steps_that_wait_in_the_queue_are_dropped_by_a_failure_and_by_a_reset(monkeypatch):
+    worker, nothing = Mock(), cast(Any, None)
+    monkeypatch.setattr("minivllm.executor.uniproc_executor.Worker", lambda _: worker)
+    executor = UniprocExecutor(cast(Any, SimpleNamespace(max_concurrent_batches=2)))
+    worker.execute_model.side_effect = KeyError("a bug")
+    for future in (executor.start_model(nothing), executor.sample_tokens(nothing)):
+        with pytest.raises(KeyError):
+            future.result()
+    executor.collective_rpc("reset")
+    worker.execute_model.side_effect = lambda _: eventually(lambda: executor._failure, 1.0)
+    executor.start_model(nothing)
+    waiting = executor.sample_tokens(nothing)
+    executor.collective_rpc("reset")
+    with pytest.raises(WorkerFailedError):
+        waiting.result()
+    executor.shutdown()
 
 
 def test_engines_have_ports_of_their_own_and_listen_on_the_loopback_address_only():

@@ -200,7 +200,8 @@ def test_a_rank_whose_engine_has_ended_meanwhile_says_no_more():
         serve(own)
 
 
-def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):
+def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks, monkeypatch):
+    monkeypatch.setattr("minivllm.executor.rank_processes.SECONDS_TO_LEAVE", 0.2)
     pids = pids_of(ranks)
     os.kill(pids[0], signal.SIGSTOP)
     ranks.shutdown()

@@ -126,12 +126,9 @@ def test_every_byte_is_read_once_and_written_once(gather):
     staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8)
     constants = {"GATHER": gather, "WORD": tl.int32, "WORD_BYTES": 4, "UNIT": 16, "CHUNK": 512}
     trace = trace_kernel(
-        copy_regions_kernel,
-        (3, len(tensors), 1),
-        *(regions.table, blocks, None, staging, regions.record_bytes),
-        reached={f"region {index}": tensor for index, tensor in enumerate(tensors)},
-        **constants,
-    )
+        copy_regions_kernel, (3, len(tensors), 1), *(regions.table, blocks, None, staging, regions.record_bytes),
+        reached={f"region {index}": tensor for index, tensor in enumerate(tensors)}, **constants,
+    )  # fmt: skip
     ids_and_table = trace.programs * (4 + 4 * 8)
     assert trace.bytes_read == staging.numel() + ids_and_table
     assert trace.bytes_written == trace.bytes_written_once == staging.numel()

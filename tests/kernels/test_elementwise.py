@@ -7,15 +7,7 @@ import torch
 from kernels.harness import DTYPES, HEAD_DIMS, assert_close, assert_compiles, assert_twin, each_twin, on_threads
 
 from minivllm.kernels import elementwise
-from minivllm.kernels.elementwise import (
-    CHUNK,
-    add_rms_norm,
-    add_rms_norm_kernel,
-    rotate_heads,
-    rotate_heads_kernel,
-    silu_and_mul,
-    silu_and_mul_kernel,
-)
+from minivllm.kernels import elementwise as module
 
 TOKENS = (0, 1, 7, 300)  # 300: many programs of the twin, the last one not full
 WIDTHS = (48, 256, 688)
@@ -47,7 +39,7 @@ def test_norm_of_the_sum(form, width):
     for tokens in TOKENS[: 3 if form == "triton" else None]:
         x, residual, weight = random(tokens, width), random(width, tokens).T.contiguous(), random(width)
         total, expected = norm_in_float64(x, residual, weight)
-        out = add_rms_norm(x, residual, weight, EPS, backend=form)
+        out = module.add_rms_norm(x, residual, weight, EPS, backend=form)
         assert_close(out, expected)
         assert_close(residual, total)
 
@@ -59,20 +51,20 @@ def test_rows_apart_and_positions_of_any_kind():
     table, heads = random(50, 16), random(40, 3, 16)
     positions = torch.arange(40) * 7 % 50
     expected = heads.clone()
-    rotate_heads(expected, positions, table, backend="cpu")
+    module.rotate_heads(expected, positions, table, backend="cpu")
     for arguments in (positions.int(), positions.short(), torch.stack((positions, positions), 1)[:, 0]):
         turned = heads.clone()
-        rotate_heads(turned, arguments, table, backend="cpu")
+        module.rotate_heads(turned, arguments, table, backend="cpu")
         assert torch.equal(turned, expected)
     turned = heads.clone().transpose(1, 2).contiguous().transpose(1, 2)
-    rotate_heads(turned, positions, table, backend="cpu")
+    module.rotate_heads(turned, positions, table, backend="cpu")
     assert_close(turned, expected.double())
     wide, residual, weight = random(40, 128), random(40, 64), random(128)[::2]
     total, norm = norm_in_float64(wide[:, :64], residual, weight)
-    assert_close(add_rms_norm(wide[:, :64], residual, weight, EPS, backend="cpu"), norm)
+    assert_close(module.add_rms_norm(wide[:, :64], residual, weight, EPS, backend="cpu"), norm)
     assert_close(residual, total)
     gate, up = wide[:, 64:].double().chunk(2, -1)
-    assert_close(silu_and_mul(wide[:, 64:], backend="cpu"), gate * torch.sigmoid(gate) * up, scale=2)
+    assert_close(module.silu_and_mul(wide[:, 64:], backend="cpu"), gate * torch.sigmoid(gate) * up, scale=2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -83,7 +75,7 @@ def test_as_many_threads_as_there_are(threads):
     with on_threads(threads):
         for _ in range(20):
             again = residual.clone()
-            assert_close(add_rms_norm(x, again, weight, EPS, backend="cpu"), expected)
+            assert_close(module.add_rms_norm(x, again, weight, EPS, backend="cpu"), expected)
             assert_close(again, total)
 
 
@@ -93,12 +85,12 @@ def test_gated_product(form, width):
     for tokens in TOKENS[: 3 if form == "triton" else None]:
         gate_up = random(tokens, 2 * width, scale=4.0)
         gate, up = gate_up.double().chunk(2, -1)
-        assert_close(silu_and_mul(gate_up, backend=form), gate * torch.sigmoid(gate) * up, scale=2)
+        assert_close(module.silu_and_mul(gate_up, backend=form), gate * torch.sigmoid(gate) * up, scale=2)
 
 
 def test_gated_product_of_extreme_gates():
     gate = torch.tensor([[-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4]])
-    result = silu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1), backend="cpu")
+    result = module.silu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1), backend="cpu")
     assert_close(result, gate.double() * torch.sigmoid(gate.double()))
 
 
@@ -115,10 +107,10 @@ def test_rotation(form, positions_of, head_dim):
         turns = torch.polar(torch.ones(()).double(), angles[positions])[:, None]
         first, second = heads.double().chunk(2, -1)
         turned = torch.complex(first, second) * turns
-        rotate_heads(heads, positions.to(positions_of), table, backend=form)
+        module.rotate_heads(heads, positions.to(positions_of), table, backend=form)
         assert_close(heads, torch.cat((turned.real, turned.imag), -1))
         assert torch.equal(fused[:, 3:], before[:, 3:])
-        rotate_heads(before, positions.to(positions_of), table, 3, backend=form)
+        module.rotate_heads(before, positions.to(positions_of), table, 3, backend=form)
         assert torch.equal(before, fused)
 
 
@@ -133,14 +125,14 @@ def test_passes_over_bf16_round_once(width, head_dim):
     residual = random(width, 33, **numbers).T.contiguous()
     assert elementwise._cpu().can_run(width, x, residual, weight)
     total, expected = norm_in_float64(x, residual, weight)
-    assert_rounded(add_rms_norm(x, residual, weight, EPS, backend="cpu"), expected)
+    assert_rounded(module.add_rms_norm(x, residual, weight, EPS, backend="cpu"), expected)
     assert torch.equal(residual.double(), total), "the sum is rounded before it is normalised"
     gate_up = random(33, 2 * width, **numbers, scale=4.0)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_rounded(silu_and_mul(gate_up, backend="cpu"), gate * torch.sigmoid(gate) * up)
+    assert_rounded(module.silu_and_mul(gate_up, backend="cpu"), gate * torch.sigmoid(gate) * up)
     heads, table, positions = random(33, 3, head_dim, **numbers), random(50, head_dim, **numbers), torch.arange(33)
     (first, second), (cos, sin) = heads.double().chunk(2, -1), table[positions].double().unsqueeze(1).chunk(2, -1)
-    rotate_heads(heads, positions, table, backend="cpu")
+    module.rotate_heads(heads, positions, table, backend="cpu")
     assert_rounded(heads, torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
@@ -157,7 +149,7 @@ def test_bf16_keeps_what_is_no_number():
     x = torch.ones(1, 32, dtype=torch.bfloat16)
     x[0, 3], x[0, 20] = torch.nan, torch.inf
     total = torch.zeros_like(x)
-    add_rms_norm(x, total, torch.ones_like(x[0]), EPS, backend="cpu")
+    module.add_rms_norm(x, total, torch.ones_like(x[0]), EPS, backend="cpu")
     assert total[0, 3].isnan()
     assert total[0, 20].isinf()
     assert (total[0, :3] == 1).all()
@@ -167,22 +159,24 @@ def test_bf16_keeps_what_is_no_number():
 def test_kernel_and_twin_are_alike(device, dtype):
     x, residual, weight = random(5, 80, dtype=dtype), random(80, 5, dtype=dtype).T.contiguous(), random(80, dtype=dtype)
     on_device, twin = residual.to(device).clone(), residual.clone()
-    kernel = add_rms_norm(x.to(device), on_device, weight.to(device), EPS, backend="triton")
-    assert_twin(kernel, add_rms_norm(x, twin, weight, EPS, backend="cpu"))
+    kernel = module.add_rms_norm(x.to(device), on_device, weight.to(device), EPS, backend="triton")
+    assert_twin(kernel, module.add_rms_norm(x, twin, weight, EPS, backend="cpu"))
     assert_twin(on_device, twin)
-    assert_twin(silu_and_mul(x.to(device), backend="triton"), silu_and_mul(x, backend="cpu"), scale=2)
+    assert_twin(module.silu_and_mul(x.to(device), backend="triton"), module.silu_and_mul(x, backend="cpu"), scale=2)
     angles = torch.rand(9, 20)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     heads, twin = x.view(5, 2, 40).to(device).clone(), x.view(5, 2, 40).clone()
-    rotate_heads(heads, torch.arange(5).to(device), table.to(device), backend="triton")
-    rotate_heads(twin, torch.arange(5), table, backend="cpu")
+    module.rotate_heads(heads, torch.arange(5).to(device), table.to(device), backend="triton")
+    module.rotate_heads(twin, torch.arange(5), table, backend="cpu")
     assert_twin(heads, twin)
 
 
 def test_compiled_for_every_target():
     norm = {"out": "*bf16", "residual": "*bf16", "x": "*bf16", "weight": "*bf16", "eps": 1e-5}
-    assert_compiles(add_rms_norm_kernel, {**norm, "WIDTH": 4096, "PADDED_WIDTH": 4096}, {"num_warps": 8}, load_bytes=16)
-    product = {"out": "*bf16", "gate_up": "*bf16", "WIDTH": 14336, "CHUNK": CHUNK}
-    assert_compiles(silu_and_mul_kernel, product, load_bytes=16)
+    assert_compiles(
+        module.add_rms_norm_kernel, {**norm, "WIDTH": 4096, "PADDED_WIDTH": 4096}, {"num_warps": 8}, load_bytes=16
+    )
+    product = {"out": "*bf16", "gate_up": "*bf16", "WIDTH": 14336, "CHUNK": module.CHUNK}
+    assert_compiles(module.silu_and_mul_kernel, product, load_bytes=16)
     rotation = {"heads": "*bf16", "positions": "*i64", "table": "*bf16", "token_stride": 6144}
-    assert_compiles(rotate_heads_kernel, {**rotation, "HEAD_DIM": 128, "PADDED_HALF": 64}, {"num_warps": 1})
+    assert_compiles(module.rotate_heads_kernel, {**rotation, "HEAD_DIM": 128, "PADDED_HALF": 64}, {"num_warps": 1})

@@ -16,17 +16,13 @@ from minivllm.kernels.lora_metadata import LoRAKernelMeta
 
 CPU = torch.device("cpu")
 CASES = {
-    "one row, one slot": ([0], 8, 32, (48,)),
-    "nobody has one": ([-1, -1, -1], 8, 32, (48,)),
+    "one row, one slot": ([0], 8, 32, (48,)), "nobody has one": ([-1, -1, -1], 8, 32, (48,)),
     "mixed, three slices": ([2, -1, 0, 2, 0, 1, -1, 2], 16, 96, (64, 32, 32)),
-    "a whole tile and one": ([1] * 17, 8, 48, (80,)),
-    "a narrow slice": ([0, 1], 4, 16, (16, 16)),
-    "ranks beyond a tile": ([1, 0, 1], 80, 64, (32, 96)),
-    "a long sum in parts": ([0, 2, 0], 8, 1200, (32,)),
+    "a whole tile and one": ([1] * 17, 8, 48, (80,)), "a narrow slice": ([0, 1], 4, 16, (16, 16)),
+    "ranks beyond a tile": ([1, 0, 1], 80, 64, (32, 96)), "a long sum in parts": ([0, 2, 0], 8, 1200, (32,)),
     "many rows of one slot": ([2] * (FEW_ROWS + 5) + [0] * 3, 8, 64, (32,)),
-    "not of whole lanes": ([0, 1, -1, 1], 8, 37, (21, 5)),
-    "rank 1": ([0, 1, 1], 4, 32, (32,)),
-}
+    "not of whole lanes": ([0, 1, -1, 1], 8, 37, (21, 5)), "rank 1": ([0, 1, 1], 4, 32, (32,)),
+}  # fmt: skip
 
 
 def make(case, dtype=torch.float32, device=CPU, slots=3):

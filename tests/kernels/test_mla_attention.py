@@ -4,17 +4,7 @@ of poison.
 
 import pytest
 import torch
-from kernels.harness import (
-    DTYPES,
-    UNTOUCHED,
-    PagedStep,
-    assert_close,
-    assert_twin,
-    compile_launches,
-    each_twin,
-    make_step,
-    trace_launches,
-)
+from kernels import harness
 
 from minivllm.kernels import mla_attention as module
 from minivllm.kernels.attention_arguments import MLAArguments
@@ -37,14 +27,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on row
 MIXED = [(0, 7), (1, 33), (17, 17), (5, 40), (0, 0), (1, 1), (0, 1), (1, BLOCK + 1)]
 
 
-class Step(PagedStep):
+class Step(harness.PagedStep):
     def attend(self, backend, **options):
         rank = self.out.shape[-1]
         return mla_attention(*self.arguments, self.scale, kv_lora_rank=rank, out=self.out, backend=backend, **options)
 
 
 def make(lengths, rank=48, rope=16, heads=8, **options):
-    return make_step(Step, lengths, (heads, rank + rope), (rank + rope,), out_dim=rank, **options)
+    return harness.make_step(Step, lengths, (heads, rank + rope), (rank + rope,), out_dim=rank, **options)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -70,18 +60,18 @@ def test_extreme_scores_neither_overflow_nor_vanish(device):
     step.check_kernel(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
     step = make(MIXED[:4], dtype=dtype)
     kernel, twin = step.on(device).attend("triton", num_kv_splits=1), step.on("cpu").attend("cpu")
-    assert_twin(kernel, twin)
-    assert_close(twin, step.expected())
+    harness.assert_twin(kernel, twin)
+    harness.assert_close(twin, step.expected())
 
 
 # ---- the forms of the twin -----------------------------------------------------------------------
 
 
-twin = each_twin(mla_calls)
+twin = harness.each_twin(mla_calls)
 
 
 @pytest.mark.usefixtures("twin")
@@ -89,7 +79,7 @@ twin = each_twin(mla_calls)
 def test_the_twin_is_right(rank, rope):
     for lengths in (MIXED, [(1, 300), (70, 200)]):
         step = make(lengths, rank, rope)
-        assert_close(step.attend("cpu"), step.expected())
+        harness.assert_close(step.attend("cpu"), step.expected())
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -103,7 +93,7 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
         return
     fused = torch.randn(tokens + 2, 100, device=device)
     latent, k_rope = fused[:, 3:59], fused[:, 70:78]
-    cache = torch.full((4, 5, 64), UNTOUCHED, device=device)
+    cache = torch.full((4, 5, 64), harness.UNTOUCHED, device=device)
     slots = torch.randperm(20, device=device)[:tokens].to(slot_dtype)
     slots[::4] = -1
     expected = cache.clone()
@@ -111,7 +101,7 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
         if slot >= 0:
             expected[slot // 5, slot % 5] = torch.cat((latent[token], k_rope[token]))
     concat_and_cache_mla(latent, k_rope, cache, slots, backend=backend)
-    assert_twin(cache, expected, scale=0)
+    harness.assert_twin(cache, expected, scale=0)
 
 
 # ---- traced, compiled, refused -------------------------------------------------------------------
@@ -120,9 +110,9 @@ def test_every_token_lands_in_its_slot_and_padding_nowhere(device, backend, slot
 @pytest.mark.interpreted
 @pytest.mark.parametrize("heads", [8, MOST_HEADS, 2 * MOST_HEADS])
 def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(heads, monkeypatch):
-    traces = trace_launches(monkeypatch, module, "mla_attention_kernel")
+    traces = harness.trace_launches(monkeypatch, module, "mla_attention_kernel")
     step = make([(1, 70), (1, 33)], heads=heads, padding=0)
-    assert_close(step.attend("triton", num_kv_splits=1), step.expected())
+    harness.assert_close(step.attend("triton", num_kv_splits=1), step.expected())
     trace = traces["mla_attention_kernel"]
     keys, width = 70 + 33, 64
     assert trace.arguments["cache"].bytes_read_once == keys * width * 4
@@ -133,7 +123,7 @@ def test_a_latent_is_read_once_for_all_heads_of_a_program_as_key_and_as_value(he
 
 @pytest.mark.interpreted
 def test_writing_moves_each_byte_once(monkeypatch):
-    traces = trace_launches(monkeypatch, module, "concat_and_cache_mla_kernel")
+    traces = harness.trace_launches(monkeypatch, module, "concat_and_cache_mla_kernel")
     latent, k_rope, slots = torch.randn(6, 48), torch.randn(6, 16), torch.tensor([3, -1, 9, 1, 0, 11])
     cache = torch.zeros(4, 5, 64)
     concat_and_cache_mla(latent, k_rope, cache, slots, backend="triton")
@@ -144,7 +134,7 @@ def test_writing_moves_each_byte_once(monkeypatch):
 
 def compile_attention(monkeypatch, target, step, splits=1, **proof):
     """Compile the kernel for a target with each configuration that it may have there."""
-    compile_launches(monkeypatch, module, "mla_attention_kernel", targets=(target,), **proof)
+    harness.compile_launches(monkeypatch, module, "mla_attention_kernel", targets=(target,), **proof)
     monkeypatch.setattr(module, "combine_splits", lambda *partials: None)
     arguments = MLAArguments(*step.arguments, step.scale, step.out.shape[-1])
     for configuration in mla_configurations(target, step.out.itemsize):
@@ -160,7 +150,7 @@ def test_deepseeks_shape_compiles_and_spills_nothing(monkeypatch, target, splits
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_writing_and_fp32_compile_everywhere(monkeypatch, target):
-    compile_launches(monkeypatch, module, "concat_and_cache_mla_kernel", targets=(target,))
+    harness.compile_launches(monkeypatch, module, "concat_and_cache_mla_kernel", targets=(target,))
     with torch.device("meta"):
         latent, cache = torch.empty(7, 512, dtype=torch.bfloat16), torch.empty(9, 16, 576, dtype=torch.bfloat16)
         concat_and_cache_mla(latent, latent[:, :64], cache, torch.arange(7), backend="triton")

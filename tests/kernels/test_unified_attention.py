@@ -8,20 +8,8 @@ import random
 
 import pytest
 import torch
+from kernels import harness
 from kernels.attention_ahead import assert_fits, compile_attention, compile_combine
-from kernels.harness import (
-    DTYPES,
-    GROUPS,
-    HEAD_DIMS,
-    UNTOUCHED,
-    PagedStep,
-    assert_close,
-    assert_twin,
-    each_twin,
-    make_step,
-    on_threads,
-    random_lengths,
-)
 from refusals import assert_refused
 
 from minivllm.kernels.attention_configurations import automatic_splits, configurations
@@ -41,20 +29,20 @@ BATCHES = {
 }
 
 
-class Step(PagedStep):
+class Step(harness.PagedStep):
     def attend(self, backend, **options):
         return unified_attention(*self.arguments, self.scale, out=self.out, backend=backend, **options)
 
 
 def make(lengths, head_dim=32, group=4, kv_heads=2, **options):
     caches = [(kv_heads, head_dim)] * 2
-    return make_step(Step, lengths, (group * kv_heads, head_dim), *caches, **options)
+    return harness.make_step(Step, lengths, (group * kv_heads, head_dim), *caches, **options)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", harness.HEAD_DIMS)
 def test_all_kinds_of_steps_in_one_launch(device, head_dim):
     make(BATCHES["all kinds"], head_dim, group=3, kv_heads=2 if head_dim == 80 else 1).check_kernel(device)
     if head_dim == 80:
@@ -68,7 +56,7 @@ def test_a_step_that_is_known_to_be_decodes(device, splits, window):
     step.check_kernel(device, splits=splits, sliding_window=window, max_query_len=1)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", harness.GROUPS)
 def test_any_group(device, group):
     make([(1, 20), (9, 9), (6, 37)], group=group, kv_heads=1).check_kernel(device)
 
@@ -103,7 +91,7 @@ def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
 def test_random_steps(device, seed):
     draw = random.Random(seed)
     sizes = {"block_size": draw.randint(4, 20), "seed": seed}
-    step = make(random_lengths(draw, 5, 25, 40), 32, draw.randint(1, 8), draw.randint(1, 2), **sizes)
+    step = make(harness.random_lengths(draw, 5, 25, 40), 32, draw.randint(1, 8), draw.randint(1, 2), **sizes)
     step.check_kernel(device, splits=draw.randint(1, 4), sliding_window=draw.choice([None, draw.randint(1, 50)]))
 
 
@@ -122,52 +110,52 @@ def test_queries_that_are_a_slice_of_a_fused_output(device):
     assert torch.equal(sliced, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
     step = make(BATCHES["all kinds"], head_dim=64, kv_heads=1, dtype=dtype)
     kernel, twin = step.on(device).attend("triton", num_kv_splits=1), step.on("cpu").attend("cpu")
-    assert_twin(kernel, twin)
+    harness.assert_twin(kernel, twin)
 
 
 # ---- the forms of the twin -----------------------------------------------------------------------
 
 
-twin = each_twin(attention_calls)
+twin = harness.each_twin(attention_calls)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(32, 8), (64, 3), (80, 1), (80, 4), (128, 4), (128, 8)])
 def test_the_twin_is_right(twin, head_dim, group):
     for batch in BATCHES.values():
         step = make(batch, head_dim, group)
-        assert_close(step.attend("cpu"), step.expected())
+        harness.assert_close(step.attend("cpu"), step.expected())
 
 
 @pytest.mark.parametrize("window", [1, 9, 33])
 def test_the_twin_with_a_window(twin, window):
     step = make([*BATCHES["all kinds"], (70, 200), (1, 300)], block_size=5)
     step.arguments[0].mul_(4)
-    assert_close(step.attend("cpu", sliding_window=window), step.expected(sliding_window=window))
+    harness.assert_close(step.attend("cpu", sliding_window=window), step.expected(sliding_window=window))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_twin_gives_the_same_on_any_number_of_threads(twin, threads):
     step = make(BATCHES["all kinds"] * 5)
-    with on_threads(threads):
+    with harness.on_threads(threads):
         result = step.attend("cpu")
-    assert_close(result, step.expected())
+    harness.assert_close(result, step.expected())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_the_twin_in_any_type(twin, dtype):
     step = make(BATCHES["all kinds"], dtype=dtype)
-    assert_close(step.attend("cpu"), step.expected())
+    harness.assert_close(step.attend("cpu"), step.expected())
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
 def test_what_there_was_before_is_right_too(options):
     for batch in BATCHES.values():
         step = make(batch, head_dim=80, group=3)
-        assert_close(step.attend("naive", **options), step.expected(**options))
+        harness.assert_close(step.attend("naive", **options), step.expected(**options))
 
 
 # ---- which configuration -------------------------------------------------------------------------
@@ -229,7 +217,7 @@ def test_splits_fill_the_device_and_are_never_too_short():
 def test_the_splits_that_a_gpu_chooses_give_the_same():
     step = make([(1, 3000)], head_dim=128, group=4, kv_heads=8, dtype=torch.bfloat16).on("cuda")
     whole = step.attend("triton", num_kv_splits=1).clone()
-    assert_close(step.attend("triton"), whole, scale=2)
+    harness.assert_close(step.attend("triton"), whole, scale=2)
 
 
 @pytest.mark.gpu
@@ -242,7 +230,7 @@ def test_caches_beyond_two_thousand_million_elements():
     for far, near in zip(caches, (k_cache, v_cache), strict=True):
         far[last[0].long()] = near[step.arguments[5][0].long()]
     result = unified_attention(q, caches[0], caches[1], starts, lengths, last, step.scale)
-    assert_close(result[:1], step.expected()[:1])
+    harness.assert_close(result[:1], step.expected()[:1])
 
 
 # ---- input ---------------------------------------------------------------------------------------
@@ -250,7 +238,7 @@ def test_caches_beyond_two_thousand_million_elements():
 
 def test_nothing_to_attend():
     step = make([], padding=2)
-    assert (step.attend("cpu") == UNTOUCHED).all()
+    assert (step.attend("cpu") == harness.UNTOUCHED).all()
     step = make([(0, 5), (0, 0)], padding=0)
     assert step.attend("cpu").shape == (0, 8, 32)
 

@@ -22,11 +22,8 @@ from minivllm.kv_connector.nixl.worker import NixlConnectorWorker
 
 CONFIG = KVConnectorConfig(
     kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", engine_id="an engine"),
-    model_fingerprint="a model",
-    block_size=4,
-    num_gpu_blocks=16,
-    kv_cache_dtype="float32",
-)
+    model_fingerprint="a model", block_size=4, num_gpu_blocks=16, kv_cache_dtype="float32",
+)  # fmt: skip
 
 
 def config_of(engine_id: str = "an engine", role: str = "kv_both", extra: dict | None = None, **others):

@@ -46,12 +46,6 @@ def test_a_refusal_is_one_line_and_the_picture_stays_as_it_was():
     assert session.settle(name="")["stale"] is False
 
 
-def test_a_bug_is_seen_with_its_place():
-    view = Session(SPEC).settle(name="bug")
-    assert view["words"] == "The widget broke. ZeroDivisionError: a bug"
-    assert "sizes.py" in view["trace"]
-
-
 def test_the_readers_own_code_runs_and_its_errors_are_his():
     session = Session(SPEC, square=lambda size: 3 * size)
     session.settle(size=4)

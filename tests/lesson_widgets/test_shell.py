@@ -10,7 +10,6 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from lesson_widgets.sizes import SPEC
-from refusals import assert_refused
 
 from widgets.shell.lesson_widget import LessonWidget, style
 from widgets.shell.theme import DARK
@@ -68,7 +67,6 @@ def test_knobs_are_set_from_python():
     widget = LessonWidget(SPEC, size=3)
     widget.set(size=8)
     assert (widget.state.size, widget.view["busy"]) == (8, False)
-    assert_refused("no knob 'width'", LessonWidget, SPEC, width=3)
 
 
 def test_a_still_picture_stands_beside_the_live_widget(notebook):

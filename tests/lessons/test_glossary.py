@@ -27,24 +27,14 @@ def test_a_term_of_an_earlier_lesson_needs_no_link():
 @pytest.mark.parametrize(
     "body",
     [
-        "A [block](GLOSSARY.md#block) is one.",
-        "A **block** is one.",
-        "Its **block**\nis one.",
+        "A [block](GLOSSARY.md#block) is one.", "A **block** is one.", "Its **block**\nis one.",
         "Memory is cut ([blocks](GLOSSARY.md#block)), and a block is one.",
-        "[Pieces](GLOSSARY.md#block) of memory.\n\nA block is one.",
-        "`block`",
-        "```python\nblock = 1\n```",
-        "~~~text\na block\n~~~",
-        "![a block](block.svg)",
-        "<!-- a block -->",
-        "### The block",
-        "<details><summary>1. How many blocks?</summary>\n\nSeven.\n\n</details>",
-        "See [there](blocks.md#block).",
-        "Blocking the blocked blockade, a non-block.",
-        "$block$",
-        "Before the sections it may stand.",
+        "[Pieces](GLOSSARY.md#block) of memory.\n\nA block is one.", "`block`", "```python\nblock = 1\n```",
+        "~~~text\na block\n~~~", "![a block](block.svg)", "<!-- a block -->", "### The block",
+        "<details><summary>1. How many blocks?</summary>\n\nSeven.\n\n</details>", "See [there](blocks.md#block).",
+        "Blocking the blocked blockade, a non-block.", "$block$", "Before the sections it may stand.",
     ],
-)
+)  # fmt: skip
 def test_a_term_that_is_linked_or_explained_is_no_problem(body):
     assert unexplained(body) == []
 

@@ -9,15 +9,13 @@ import json
 import re
 import sys
 import tarfile
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import read_vllm
 import words
+from e2e.static_server import served
 from refusals import assert_refused
 from repository import ROOT
 
@@ -107,13 +105,6 @@ PAGE = f"""# Stop 1: a pool
 """
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """A package index that serves a folder."""
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
     """Serve a package index with one archive, whose page has HTML links."""
@@ -125,13 +116,8 @@ def index(tmp_path: Path) -> Iterator[str]:
     )
     (folder / "files").mkdir()
     (folder / "files" / f"vllm-{VERSION}.tar.gz").write_bytes(archive())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/simple"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(folder) as address:
+        yield f"{address}/simple"
 
 
 @functools.cache

@@ -101,49 +101,33 @@ ACTS = st.tuples(st.sampled_from(["add", "activate", "deactivate", "remove", "pi
 @settings(max_examples=40, deadline=None)
 @given(acts=st.lists(ACTS, max_size=30))
 def test_whatever_the_order_the_tiers_hold_together(used_manager, acts):
-    """A model of both tiers, in plain lists, decides what should be where."""
+    """Plain lists decide what should be in host memory, and slots of their own which adapters they have."""
     manager = used_manager
     empty(manager)
-    host: list[int] = []  # least recently used first
-    used: list[int] = []  # of the slots
-    pinned: set[int] = set()
+    host, slots = [], AdapterSlots(2)  # host memory has the least recently used first
     for act, number in acts:
+        if act in ("activate", "pin") and number not in host:
+            continue
         if act == "add":
             if number not in host and len(host) == 3:
-                victims = [adapter for adapter in host if adapter not in pinned]
-                assert victims, "two slots cannot pin three"
-                host.remove(victims[0])
-                used = [adapter for adapter in used if adapter != victims[0]]
+                slots.deactivate(gone := next(adapter for adapter in host if adapter not in slots.pinned))
+                host.remove(gone)
             manager.add_adapter(number, adapter(manager, number))
-            host = [adapter for adapter in host if adapter != number] + [number]
-        elif act in ("activate", "pin"):
-            if number not in host:
-                continue
-            full = number not in used and len(used) == 2
-            victims = [adapter for adapter in used if adapter not in pinned]
-            if full and not victims:
-                assert_refused("pinned", getattr(manager, f"{act}_adapter"), number)
-                host = [adapter for adapter in host if adapter != number] + [number]
-                continue
-            getattr(manager, f"{act}_adapter")(number)
-            gone = {number, victims[0]} if full else {number}
-            used = [adapter for adapter in used if adapter not in gone] + [number]
-            host = [adapter for adapter in host if adapter != number] + [number]
-            pinned |= {number} if act == "pin" else set()
-        elif act == "deactivate":
-            manager.deactivate_adapter(number)
-            used = [adapter for adapter in used if adapter != number]
-        else:
+        elif act == "remove":
             assert manager.remove_adapter(number) == (number in host)
-            host = [adapter for adapter in host if adapter != number]
-            used = [adapter for adapter in used if adapter != number]
-            pinned.discard(number)
-        assert manager.list_adapters() == host
-        assert set(manager.lora_index_to_id) - {None} == set(used)
-        assert held(manager) == manager.lora_index_to_id
-        pinned &= set(host)
-        if act == "deactivate":
-            pinned &= set(used)
+            slots.deactivate(number)
+        elif act in ("activate", "pin") and number not in slots and len(slots.pinned) == 2:
+            assert_refused("pinned", getattr(manager, f"{act}_adapter"), number)
+        else:
+            getattr(manager, f"{act}_adapter")(number)
+            if act != "deactivate":
+                slots.activate(number)
+            if act != "activate":
+                getattr(slots, act)(number)
+        if act != "deactivate":
+            host = [other for other in host if other != number] + [number] * (act != "remove")
+        assert (manager.list_adapters(), manager.lora_index_to_id) == (host, slots.slots)
+        assert held(manager) == slots.slots
 
 
 def test_host_memory_full_of_pinned_adapters_takes_no_other():
@@ -179,13 +163,10 @@ def test_a_step_never_loses_an_adapter_of_its_own(worker):
 
 
 WRONG = [
-    ({"max_loras": 0}, "max_loras is 0"),
-    ({"max_lora_rank": 12}, "one of 1, 8, 16"),
-    ({"max_lora_rank": True}, "one of"),
-    ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras"),
-    ({"max_cpu_loras": "3"}, "max_cpu_loras"),
-    ({"lora_dtype": "int8"}, "lora_dtype"),
-]
+    ({"max_loras": 0}, "max_loras is 0"), ({"max_lora_rank": 12}, "one of 1, 8, 16"),
+    ({"max_lora_rank": True}, "one of"), ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras"),
+    ({"max_cpu_loras": "3"}, "max_cpu_loras"), ({"lora_dtype": "int8"}, "lora_dtype"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,9 @@ def test_the_name_is_vllms():
 
 
 NO_REQUESTS = [
-    ("", 1, "p"),
-    ("a", 1, ""),
-    ("a", 0, "p"),
-    ("a", True, "p"),
-    (None, 1, "p"),
-    ("\ud800", 1, "p"),
+    ("", 1, "p"), ("a", 1, ""), ("a", 0, "p"), ("a", True, "p"), (None, 1, "p"), ("\ud800", 1, "p"),
     ("a", 1, "\udcff"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", NO_REQUESTS)
@@ -78,29 +74,21 @@ def test_the_scale_is_alpha_over_the_rank_or_its_root():
 
 
 NOT_SERVED = [
-    ({"r": 128}, "rank 128.*max_lora_rank 64"),
-    ({"r": 0}, "whole number"),
-    ({"r": True}, "whole number"),
-    ({"r": 8.0}, "whole number"),
-    ({"use_rslora": "false"}, "use_rslora.*True or False"),
-    ({"lora_alpha": "16"}, "lora_alpha"),
-    ({"lora_alpha": math.inf}, "lora_alpha"),
+    ({"r": 128}, "rank 128.*max_lora_rank 64"), ({"r": 0}, "whole number"), ({"r": True}, "whole number"),
+    ({"r": 8.0}, "whole number"), ({"use_rslora": "false"}, "use_rslora.*True or False"),
+    ({"lora_alpha": "16"}, "lora_alpha"), ({"lora_alpha": math.inf}, "lora_alpha"),
     ({"alpha_pattern": {"(a+)+$": 4}}, "name of a module.*regular expressions are not evaluated"),
     ({"alpha_pattern": {r"layers\.\d+\.q_proj": 4}}, "regular expressions are not evaluated"),
     ({"alpha_pattern": {"q_proj": "x"}}, "numbers by the name"),
-    ({"alpha_pattern": ["q_proj"]}, "numbers by the name"),
-    ({"bias": "lora_only"}, "bias 'lora_only'"),
-    ({"lora_bias": True}, "lora_bias"),
-    ({"use_dora": True}, "use_dora"),
+    ({"alpha_pattern": ["q_proj"]}, "numbers by the name"), ({"bias": "lora_only"}, "bias 'lora_only'"),
+    ({"lora_bias": True}, "lora_bias"), ({"use_dora": True}, "use_dora"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     ({"init_lora_weights": "olora"}, "init_lora_weights"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-    ({"use_qalora": True}, "use_qalora"),
-    ({"peft_type": "LOHA"}, "peft_type"),
-    ({"target_parameters": ["experts"]}, "target_parameters"),
-]
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"), ({"use_qalora": True}, "use_qalora"),
+    ({"peft_type": "LOHA"}, "peft_type"), ({"target_parameters": ["experts"]}, "target_parameters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "message"), NOT_SERVED)
@@ -197,9 +185,14 @@ def test_files_that_cannot_be_looked_at_or_opened_are_no_adapter(tmp_path, monke
     def denied(*arguments, **named):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("safetensors.safe_open", denied)
     folder = written(tmp_path, pair())
-    assert_refused("cannot be read as safetensors.*Permission denied", read_adapter, folder, 16, shape_of)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", denied)
+        assert_refused("cannot be read as safetensors.*Permission denied", read_adapter, folder, 16, shape_of)
+    os.truncate(folder / "adapter_model.safetensors", 300)
+    assert_refused("cannot be read as safetensors", read_adapter, folder, 16, shape_of)
+    (folder / "adapter_config.json").write_text("{")
+    assert_refused("adapter_config.json", read_adapter, folder, 16, shape_of)
 
 
 WRONG = {

@@ -199,15 +199,10 @@ def test_weights_equal_start_up_logs(log):
 def test_ledger_equals_start_up_logs(log):
     hardware = dataclasses.replace(get_hardware("T4"), memory_bytes=int(log.total * GIB))
     ledger = memory_ledger(
-        known_model(log.model),
-        hardware,
-        max_model_len=2048,
-        gpu_memory_utilization=log.utilization,
-        weights=int(log.weights * GIB),
-        non_torch=int(log.non_torch * GIB),
-        activation_peak=int(log.activations * GIB),
-        cuda_graphs=0,
-    )
+        known_model(log.model), hardware, max_model_len=2048, gpu_memory_utilization=log.utilization,
+        weights=int(log.weights * GIB), non_torch=int(log.non_torch * GIB),
+        activation_peak=int(log.activations * GIB), cuda_graphs=0,
+    )  # fmt: skip
     rounding = 0.005 * 5 * GIB  # five rounded figures
     assert abs(ledger.kv_bytes - log.kv * GIB) < rounding
     assert abs(ledger.num_blocks - log.blocks) <= rounding // (16 * ledger.bytes_per_token) + 1

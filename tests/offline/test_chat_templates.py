@@ -77,14 +77,9 @@ def test_empty_tool_calls_are_none(calls):
 
 
 ARGUMENTS = [
-    ('{"a": 1}', "a=1", False),
-    ({"a": 1}, "a=1", False),
-    ("", "", False),
-    ('{"a": 1', "", True),
-    ("[" * 100_000, "", True),
-    ("[1]", "", True),
-    ([1], "", True),
-]
+    ('{"a": 1}', "a=1", False), ({"a": 1}, "a=1", False), ("", "", False), ('{"a": 1', "", True),
+    ("[" * 100_000, "", True), ("[1]", "", True), ([1], "", True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "expected", "warned"), ARGUMENTS)

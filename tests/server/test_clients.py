@@ -88,21 +88,17 @@ def test_a_crowd_of_which_a_third_leaves(base: Server):
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NONSENSE = {
-    "empty": b"",
-    "not JSON": b"{",
-    "not UTF-8": b'{"prompt": "\xff\xfe"}',
-    "half a character": b'{"prompt": "\\ud800", "max_tokens": 1}',
-    "deep": DEEP,
+    "empty": b"", "not JSON": b"{", "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "half a character": b'{"prompt": "\\ud800", "max_tokens": 1}', "deep": DEEP,
     "a huge number": b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
     "not a number": b'{"prompt": "a", "temperature": NaN}',
     "infinite": b'{"prompt": "a", "temperature": 1, "top_p": Infinity, "n": 2}',
-    "a token beyond 64 bits": b'{"prompt": [99999999999999999999999]}',
-    "empty texts": b'{"prompt": ["", ""]}',
+    "a token beyond 64 bits": b'{"prompt": [99999999999999999999999]}', "empty texts": b'{"prompt": ["", ""]}',
     "an empty stop string": b'{"prompt": "a", "stop": [""]}',
     "many prompts": b'{"prompt": ' + json.dumps(["a"] * 20_000).encode() + b"}",
     "n beyond all": b'{"prompt": ["a", "b"], "n": 16384, "temperature": 1}',
     "a transfer": b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}',
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NONSENSE)

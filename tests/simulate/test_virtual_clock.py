@@ -4,6 +4,7 @@ forward.
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -232,17 +233,13 @@ def test_without_a_cache_a_step_computes_all_that_was_computed_before():
     assert [step.scheduled["0"] for step in run.steps] == [5, 1, 1, 1]
 
 
-class NoCost:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = lambda shape: seconds
-
-
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_no_arrival_and_no_step_is_before_time_zero(seconds):
     for arrival in (seconds, "now", None):
         words = r"arrival is .*; it must be 0 seconds or more"
         assert_refused(words, SimulatedRequest, 1, 1, arrival=arrival)
-    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], *SMALL, NoCost(seconds))
+    cost = SimpleNamespace(seconds=lambda shape: seconds)
+    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], *SMALL, cost)
 
 
 @given(workloads(), st.integers(1, 9))

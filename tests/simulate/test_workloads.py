@@ -63,13 +63,10 @@ def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness):
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: workload("nobody"),
-        lambda: workload("alpaca").sample(0),
-        lambda: workload("alpaca").prompt.quantile(1.0),
-        lambda: poisson_arrivals(0, 3),
-        lambda: gamma_arrivals(-1, 3),
-        lambda: gamma_arrivals(1, 3, burstiness=0),
+        lambda: workload("nobody"), lambda: workload("alpaca").sample(0),
+        lambda: workload("alpaca").prompt.quantile(1.0), lambda: poisson_arrivals(0, 3),
+        lambda: gamma_arrivals(-1, 3), lambda: gamma_arrivals(1, 3, burstiness=0),
     ],
-)
+)  # fmt: skip
 def test_nonsense_is_refused(wrong):
     assert_refused("", wrong)

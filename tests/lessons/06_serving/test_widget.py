@@ -179,15 +179,12 @@ test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about = harness.chal
 test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
-        (0, {"gpu": "B200"}, "Use an H100"),
-        (0, {}, "Raise the prompt to 2,048 (now 512)"),
+        (0, {"gpu": "B200"}, "Use an H100"), (0, {}, "Raise the prompt to 2,048 (now 512)"),
         (0, {"prompt": 2048}, "Lower the TTFT limit to 50 ms (now 500 ms)"),
-        (1, {"file": "alpaca"}, "Clear your own lengths"),
-        (1, {}, "Raise the rate to 300 (now 50)"),
-        (2, {}, "Use Meta-Llama-3-70B"),
-        (2, {"model": "Meta-Llama-3-70B", "rate": 20.0}, "Raise TP"),
+        (1, {"file": "alpaca"}, "Clear your own lengths"), (1, {}, "Raise the rate to 300 (now 50)"),
+        (2, {}, "Use Meta-Llama-3-70B"), (2, {"model": "Meta-Llama-3-70B", "rate": 20.0}, "Raise TP"),
     ],
-)
+)  # fmt: skip
 
 
 # ---- the picture and the command

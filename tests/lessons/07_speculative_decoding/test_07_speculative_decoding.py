@@ -88,6 +88,23 @@ def test_the_engine_counts_the_same():
     assert llm.llm_engine.stats.spec_decoding_stats == ours.stats
 
 
+class OnlyPositions:
+    """A target that counts to three, whatever it reads: guesses behind a wrong one are right."""
+
+    length = passes = 0
+
+    def forward(self, token_ids):
+        before, self.length = self.length, self.length + len(token_ids)
+        self.passes += 1
+        return torch.eye(3)[torch.arange(before + 1, self.length + 1) % 3]
+
+
+def test_jacobi_passes_its_last_guesses_again():
+    result = lesson.jacobi(OnlyPositions(), [0, 1, 2], 8, 3)
+    assert result.tokens == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert (result.passes, result.stats.num_accepted_tokens) == (3, 5)
+
+
 # ---- the rule ------------------------------------------------------------------------------------
 
 

@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
+from minivllm_lab.disaggregation import tuning
 from minivllm_lab.disaggregation.goodput import Client, Colocated, Disaggregated, Objective, Served, Work, goodput
-from minivllm_lab.disaggregation.tuning import (
-    BUDGETS,
-    MixingCost,
-    best_budget,
-    best_of,
-    best_split,
-    break_even,
-    likely_first,
-    winning_budgets,
-)
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -46,11 +37,11 @@ class Pool:
     """
 
     budget: int = 0
-    cost: PerToken | MixingCost = PerToken()
+    cost: PerToken | tuning.MixingCost = PerToken()
     gpus: int = 4
 
     @property
-    def step_cost(self) -> PerToken | MixingCost:
+    def step_cost(self) -> PerToken | tuning.MixingCost:
         return self.cost
 
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
@@ -68,8 +59,8 @@ class Pool:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_best_is_found_whatever_comes_first(order: int):
-    systems: Any = {str(budget): Pool(budget) for budget in BUDGETS[::order]}
-    best = best_of(systems, WORK, LEVEL)
+    systems: Any = {str(budget): Pool(budget) for budget in tuning.BUDGETS[::order]}
+    best = tuning.best_of(systems, WORK, LEVEL)
     assert best.name == "896"  # 1,024 tokens take longer than a token may
     assert best.goodput.rate == 896
     assert best.goodput.cause
@@ -77,12 +68,12 @@ def test_the_best_is_found_whatever_comes_first(order: int):
 
 def test_where_nothing_is_sustained_the_best_is_nothing():
     systems: Any = {"64": Pool(64, PerToken(1.0))}
-    assert best_of(systems, WORK, LEVEL).goodput.rate == 0
+    assert tuning.best_of(systems, WORK, LEVEL).goodput.rate == 0
 
 
 def test_budgets_that_fill_the_time_of_a_token_come_first():
-    assert likely_first(PerToken(), BUDGETS, LEVEL)[:3] == [896, 1024, 768]
-    assert sorted(likely_first(PerToken(), BUDGETS, LEVEL)) == list(BUDGETS)
+    assert tuning.likely_first(PerToken(), tuning.BUDGETS, LEVEL)[:3] == [896, 1024, 768]
+    assert sorted(tuning.likely_first(PerToken(), tuning.BUDGETS, LEVEL)) == list(tuning.BUDGETS)
 
 
 def test_the_budgets_that_win_and_the_cost_at_which_the_last_one_does_not():
@@ -90,13 +81,13 @@ def test_the_budgets_that_win_and_the_cost_at_which_the_last_one_does_not():
     more.
     """
     pool: Any = Pool()
-    assert winning_budgets(pool, 400, WORK, LEVEL) == [448, 512, 640, 768, 896]
-    assert break_even(pool, 400, WORK, LEVEL, rounds=10) == pytest.approx(5.52e-3, abs=1e-5)
-    assert break_even(pool, 1000, WORK, LEVEL) == 0
+    assert tuning.winning_budgets(pool, 400, WORK, LEVEL) == [448, 512, 640, 768, 896]
+    assert tuning.break_even(pool, 400, WORK, LEVEL, rounds=10) == pytest.approx(5.52e-3, abs=1e-5)
+    assert tuning.break_even(pool, 1000, WORK, LEVEL) == 0
 
 
 def test_only_steps_that_mix_prompts_and_answers_cost_more():
-    cost = MixingCost(PerToken(), 1.0)
+    cost = tuning.MixingCost(PerToken(), 1.0)
     answers, prompt, mixed = StepShape(4, 4, 0, 0), StepShape(1, 100, 0, 0), StepShape(5, 104, 0, 0)
     assert [cost.seconds(shape) > 1 for shape in (answers, prompt, mixed)] == [False, False, True]
 
@@ -105,7 +96,7 @@ def test_one_pool_wins_with_its_best_budget_and_loses_with_the_default():
     """The lesson's claim is tested with the same four GPUs and requests; only the budget differs."""
     work, level = Work(1024, 128, counted=12), Objective(0.5, 0.0075)
     pool, two = Colocated(LLAMA, H100, 4), Disaggregated(LLAMA, H100, 1, 3, get_link("400 Gb/s"), layer_wise=True)
-    tuned, split = best_budget(pool, work, level, 4), best_split(two, work, level, 4)
+    tuned, split = tuning.best_budget(pool, work, level, 4), tuning.best_split(two, work, level, 4)
     default = goodput(Colocated(LLAMA, H100, 4, 8192), work, level, 4)
     assert tuned.goodput.rate > 1.2 * split.goodput.rate
     assert split.goodput.rate > 1.2 * default.rate

@@ -142,17 +142,13 @@ def test_the_slow_link_is_borne_with_room_to_spare():
 test_advice_names_the_knob_that_is_wrong = advice_test(
     widget,
     [
-        (0, {"gpu": "H200"}, "Use an H100"),
-        (0, {"prefill": 1}, "Use 4 GPUs in all"),
-        (0, {"prompt": 512}, "Raise the prompt to 1K (now 512)"),
-        (0, {}, "Use chunks of 8K"),
-        (1, {}, "Raise the prompt to 2K (now 1K)"),
-        (1, {"prompt": 2048, "budget": 2048}, "Use the best chunks"),
-        (2, {}, "Use Qwen3-14B"),
-        (2, {"model": "Qwen3-14B", "prompt": 2048}, "Use a link of at most 25 Gb/s"),
+        (0, {"gpu": "H200"}, "Use an H100"), (0, {"prefill": 1}, "Use 4 GPUs in all"),
+        (0, {"prompt": 512}, "Raise the prompt to 1K (now 512)"), (0, {}, "Use chunks of 8K"),
+        (1, {}, "Raise the prompt to 2K (now 1K)"), (1, {"prompt": 2048, "budget": 2048}, "Use the best chunks"),
+        (2, {}, "Use Qwen3-14B"), (2, {"model": "Qwen3-14B", "prompt": 2048}, "Use a link of at most 25 Gb/s"),
         (2, {"model": "Qwen3-14B", "prompt": 2048, "link": "25 Gb/s", "rate": 4.0}, "Raise the rate to 5 (now 4)"),
     ],
-)
+)  # fmt: skip
 
 
 def test_the_command_is_two_servers_a_proxy_and_the_load():

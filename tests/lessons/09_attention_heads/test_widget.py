@@ -169,17 +169,13 @@ test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
 test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
-        (0, {"gpu": "H200"}, "Use an H100"),
-        (0, {"context": 1024}, "Raise the context to 32K (now 1K)"),
-        (0, {"latent": 512}, 'Set "Latent width" to "none"'),
-        (0, {"kv_heads": 1}, "Raise the KV heads to 8 (now 1)"),
-        (0, {"wanted": 1}, "Raise the requests to 32 (now 1)"),
-        (1, {"model": "Qwen3-32B"}, "Use Llama-3.1-70B"),
-        (1, {"tensor_parallel_size": 64, "latent": 512}, 'Set "Latent width" to "none"'),
-        (2, {}, "Use Llama-3.1-8B"),
+        (0, {"gpu": "H200"}, "Use an H100"), (0, {"context": 1024}, "Raise the context to 32K (now 1K)"),
+        (0, {"latent": 512}, 'Set "Latent width" to "none"'), (0, {"kv_heads": 1}, "Raise the KV heads to 8 (now 1)"),
+        (0, {"wanted": 1}, "Raise the requests to 32 (now 1)"), (1, {"model": "Qwen3-32B"}, "Use Llama-3.1-70B"),
+        (1, {"tensor_parallel_size": 64, "latent": 512}, 'Set "Latent width" to "none"'), (2, {}, "Use Llama-3.1-8B"),
         (2, {"model": "Llama-3.1-8B", "tensor_parallel_size": 64, "latent": 512}, "Change the GPUs (TP)"),
     ],
-)
+)  # fmt: skip
 
 
 test_no_preset_meets_a_challenge = harness.preset_test(widget, here)

@@ -107,14 +107,10 @@ def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {},
-        {"budget": 256},
-        {"threshold": 512, "budget": 8192},
-        {"threshold": 128, "budget": 512, "load": 20.0},
-        {"policy": "first", "budget": 16384},
-        {"policy": "whole", "budget": 8192, "load": 25.0},
+        {}, {"budget": 256}, {"threshold": 512, "budget": 8192}, {"threshold": 128, "budget": 512, "load": 20.0},
+        {"policy": "first", "budget": 16384}, {"policy": "whole", "budget": 8192, "load": 25.0},
     ],
-)
+)  # fmt: skip
 def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
     """Single steps agree exactly; stretches of similar steps, as the widget runs them, within
     one percent.

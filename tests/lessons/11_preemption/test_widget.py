@@ -258,18 +258,14 @@ test_each_challenge_can_be_met_and_by_what_it_is_about = harness.challenge_test(
 test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
-        (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
-        (0, {"load": 5.0}, "Raise the load"),
+        (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"), (0, {"load": 5.0}, "Raise the load"),
         (0, {"limit": 60.0}, "Lower the latency limit to 10 s (now 60 s)"),
-        (0, {"prompt": 128}, "Raise the prompts to 512 (now 128)"),
-        (1, {"answer": 64}, "Raise the answers"),
-        (1, {}, 'Set "Admit if"'),
-        (1, {"admission": "chunk", "policy": "large"}, 'Set "Victim then"'),
-        (1, {"admission": "chunk", "pool": 65536}, "Lower the pool to 32K (now 64K)"),
-        (2, {}, "Use a B200"),
+        (0, {"prompt": 128}, "Raise the prompts to 512 (now 128)"), (1, {"answer": 64}, "Raise the answers"),
+        (1, {}, 'Set "Admit if"'), (1, {"admission": "chunk", "policy": "large"}, 'Set "Victim then"'),
+        (1, {"admission": "chunk", "pool": 65536}, "Lower the pool to 32K (now 64K)"), (2, {}, "Use a B200"),
         (2, {"gpu": "B200", "model": "Qwen3-14B"}, "Use Llama-3.1-8B"),
     ],
-)
+)  # fmt: skip
 
 
 test_no_preset_meets_a_challenge = harness.preset_test(widget, here)

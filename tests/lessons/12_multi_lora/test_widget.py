@@ -218,17 +218,14 @@ test_advice_names_the_knob_that_is_wrong = harness.advice_test(
     widget,
     [
         (0, {"adapters": 10}, "Raise the adapters to 1,000 (now 10)"),
-        (0, {"skew": 2.0}, "Lower the skew to 1 (now 2)"),
-        (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
-        (0, {}, "Raise the load to 40 (now 20)"),
-        (0, {"load": 40.0}, "Raise the rank to 64 (now 16)"),
+        (0, {"skew": 2.0}, "Lower the skew to 1 (now 2)"), (0, {"gpu": "H200"}, "Use Llama-3.1-8B on an H100"),
+        (0, {}, "Raise the load to 40 (now 20)"), (0, {"load": 40.0}, "Raise the rank to 64 (now 16)"),
         (0, {"load": 40.0, "rank": 64}, "Raise the slot rank to 64 (now 16)"),
         (0, {"load": 40.0, "rank": 64, "ttft": 5.0}, "Lower the TTFT limit to 200 ms (now 5 s)"),
-        (1, {"slots": 16}, "Lower the slots to 8 (now 16)"),
-        (1, {"load": 2.0}, "Raise the load to 20 (now 2)"),
+        (1, {"slots": 16}, "Lower the slots to 8 (now 16)"), (1, {"load": 2.0}, "Raise the load to 20 (now 2)"),
         (2, {"max_rank": 256, "slots": 64}, "Lower the slots or the slot rank: the engine does not start"),
     ],
-)
+)  # fmt: skip
 
 
 test_no_preset_meets_a_challenge = harness.preset_test(widget, here, Enough="fine")
