@@ -3,7 +3,7 @@ the model's errors.
 
     uv run python benchmarks/disaggregation_model.py \\
         --json benchmarks/results/disaggregation_model.cpu.json --plot lessons/figures/08_edge.svg
-    uv run python benchmarks/disaggregation_model.py --quick         # fewer requests and cells
+    uv run python benchmarks/disaggregation_model.py --quick         # shorter runs, fewer cells
 
 Four H100s serve Llama-3.1-8B. For each kind of request and service level, the map has the requests
 per second and GPU that one pool of four GPUs sustains, with the best budget of
@@ -16,6 +16,7 @@ of JSON.
 """
 
 import argparse
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -59,11 +60,18 @@ def pools(cost: PlacedCost | None = None) -> tuple[Colocated, Disaggregated]:
     return Colocated(model, gpu, GPUS, cost=cost), Disaggregated(model, gpu, 1, GPUS - 1, link, True, cost=cost)
 
 
-def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[str, Any]:
+def work_of(prompt: int, output: int, seconds: float) -> Work:
+    """Return the work of a run that lasts for about `seconds` at the highest rate."""
+    one, _ = pools()
+    most = one.bound(Work(prompt, output), Objective(math.inf, math.inf)) / GPUS
+    return Work(prompt, output, counted=max(60, round(seconds * most)))
+
+
+def cell(prompt: int, output: int, objective: Objective, seconds: float) -> dict[str, Any]:
     """Return the goodput per GPU with the best budget, with vLLM's default and with the best split,
     and this budget and split.
     """
-    work, (one, two) = Work(prompt, output, counted=counted), pools()
+    work, (one, two) = work_of(prompt, output, seconds), pools()
     tuned, split = (
         best_budget(one, work, objective, ROUNDS),
         best_split(two, for_each_gpu(work, two), objective, ROUNDS),
@@ -79,13 +87,13 @@ def cell(prompt: int, output: int, objective: Objective, counted: int) -> dict[s
     }
 
 
-def goodput_map(kinds: tuple[tuple[int, int], ...], counted: int) -> dict[str, dict[str, Any]]:
+def goodput_map(kinds: tuple[tuple[int, int], ...], seconds: float) -> dict[str, dict[str, Any]]:
     """Map each kind of request ("1024/128") and service level ("200 ms/10 ms") to its `cell`."""
     cells = [(kind, level) for kind in kinds for level in LEVELS]
     found: dict[str, dict[str, Any]] = {}
     for (prompt, output), (ttft, tpot) in track(cells, "serving"):
         level = f"{ttft * 1e3:g} ms/{tpot * 1e3:g} ms"
-        found.setdefault(f"{prompt}/{output}", {})[level] = cell(prompt, output, Objective(ttft, tpot), counted)
+        found.setdefault(f"{prompt}/{output}", {})[level] = cell(prompt, output, Objective(ttft, tpot), seconds)
     return found
 
 
@@ -104,7 +112,7 @@ def print_map(found: dict[str, dict[str, Any]]) -> None:
     table("Requests per second and GPU within the service level", columns, rows, caption)
 
 
-def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted: int) -> dict[str, Any]:
+def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], seconds: float) -> dict[str, Any]:
     """Map each kind of request and share of the peak to the extra cost of a mixed step, in ms, at
     which both designs sustain the same load, for each TPOT limit.
     """
@@ -115,7 +123,7 @@ def edges(kinds: tuple[tuple[int, int], ...], levels: tuple[float, ...], counted
     for kind in track(kinds, "looking for the edge"):
         for share, each in costs.items():
             ways = pools(each)
-            ones = [edge(ways, Work(*kind, counted=counted), Objective(EDGE_TTFT, level)) for level in levels]
+            ones = [edge(ways, work_of(*kind, seconds), Objective(EDGE_TTFT, level)) for level in levels]
             found.setdefault(f"{kind[0]}/{kind[1]}", {})[f"{share:g}"] = ones
     return found
 
@@ -199,9 +207,9 @@ def print_transfers(found: dict[str, dict[str, dict[str, float]]]) -> None:
     table("Transfers", ("link", "GB/s", *found), rows, caption)
 
 
-def print_checks(counted: int) -> list[dict[str, Any]]:
+def print_checks() -> list[dict[str, Any]]:
     """Print a row for each published figure, and return the figures."""
-    checks = disaggregation_checks(counted)
+    checks = disaggregation_checks()
     rows = [
         (
             one.table,
@@ -212,7 +220,7 @@ def print_checks(counted: int) -> list[dict[str, Any]]:
         )
         for one in checks
     ]
-    caption = f"Median error of the figures that nothing was fitted to: {disaggregation_error(counted):.0%}."
+    caption = f"Median error of the figures that nothing was fitted to: {disaggregation_error():.0%}."
     table("Published figures and the model's", ("table", "figure", "published", "modelled", "error"), rows, caption)
     return [
         {
@@ -229,19 +237,19 @@ def main(arguments: argparse.Namespace) -> None:
         print_edges(shown["edge"], tuple(shown["edge_levels"]))
         draw(shown["edge"], tuple(shown["edge_levels"]), arguments.plot)
         return
-    kinds, counted = (KINDS[1:2], 60) if arguments.quick else (KINDS, arguments.requests)
-    found = goodput_map(kinds, counted)
+    kinds, seconds = (KINDS[1:2], 2.0) if arguments.quick else (KINDS, arguments.seconds)
+    found = goodput_map(kinds, seconds)
     print_map(found)
     edge_kinds, levels = (EDGE_KINDS[1:2], EDGE_LEVELS[1:3]) if arguments.quick else (EDGE_KINDS, EDGE_LEVELS)
-    turning = edges(edge_kinds, levels, counted)
+    turning = edges(edge_kinds, levels, seconds)
     print_edges(turning, levels)
     moved = transfers()
     print_transfers(moved)
-    checks = print_checks(counted)
-    settings = {"model": MODEL, "gpu": GPU, "gpus": GPUS, "link": LINK, "requests": counted, "rounds": ROUNDS}
+    checks = print_checks()
+    settings = {"model": MODEL, "gpu": GPU, "gpus": GPUS, "link": LINK, "seconds": seconds, "rounds": ROUNDS}
     outcome = {
         **settings, "map": found, "edge_levels": levels, "edge": turning, "transfers": moved, "checks": checks,
-        "median_error": round(disaggregation_error(counted), 3),
+        "median_error": round(disaggregation_error(), 3),
     }  # fmt: skip
     report(record("disaggregation_model", outcome), arguments.json)
     if arguments.plot:
@@ -250,10 +258,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = benchmark_parser(__doc__)
-    flags.add_argument(
-        "--requests", type=int, default=200, help="requests of each GPU in a run (default: 200)"
-    )
-    flags.add_argument("--quick", action="store_true", help="one kind of request, 60 requests a GPU")
+    flags.add_argument("--seconds", type=float, default=25.0, help="how long a run lasts, about (default: 25)")
+    flags.add_argument("--quick", action="store_true", help="one kind of request, runs of two seconds")
     flags.add_argument("--plot", metavar="FILE", help="also draw the edge to FILE, an SVG")
     flags.add_argument("--from", dest="source", metavar="FILE", help="draw an earlier run's edge to --plot")
     return flags

@@ -28,7 +28,7 @@ from minivllm_lab.disaggregation.goodput import (
 from minivllm_lab.disaggregation.interference import BUDGETS
 from minivllm_lab.disaggregation.model_checks import link_checks
 from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
-from minivllm_lab.disaggregation.tuning import ROUNDS, best_budget, winning_budgets
+from minivllm_lab.disaggregation.tuning import best_budget, winning_budgets
 from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
@@ -90,14 +90,16 @@ def show_links(added_seconds: Callable[[float, float, int], float]) -> dict:
 # ---- 5. how many of each -------------------------------------------------------------------------
 
 MODEL, GPU, GPUS, LINK = "Llama-3.1-8B", "H100", 4, "400 Gb/s"
-WORKS = {"long prompts": (4096, 32), "longer answers": (2048, 128)}
-"""Tokens in and out."""
+PROMPT, OUTPUT = 4096, 32
+"""Tokens of each request."""
 TTFT_SLO, TPOT_SLO = 0.5, 0.010
 """Seconds."""
 COUNTED = 200
 """Requests that each GPU serves in a run."""
 POOL_BUDGETS = (512, 8192)
 """Beside the best one. The last is the default of `vllm serve` on an H100."""
+SPLITS = ((1, 3), (3, 1))
+"""The worst and the best for these requests."""
 DISTSERVE = {"together": 1.6, "prefill": 5.6, "decode": 10.0}
 """Requests a second of one A100 with a model of 13 billion parameters, in the example of
 DistServe's authors.
@@ -127,65 +129,47 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
 
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
-    """Find the goodput per GPU of one pool, tuned and not, and of two pools in each split, for
-    two kinds of work.
-    """
-    counted, rounds = (4, 2) if arguments.quick else (COUNTED, ROUNDS)
-    objective = Objective(TTFT_SLO, TPOT_SLO)
-    works = {kind: Work(*lengths, counted=counted) for kind, lengths in WORKS.items()}
+    """Find the goodput per GPU of one pool, tuned and not, and of two pools in each split."""
+    counted, rounds = (4, 2) if arguments.quick else (COUNTED, 6)
+    work, objective = Work(PROMPT, OUTPUT, counted=counted), Objective(TTFT_SLO, TPOT_SLO)
     mixed = Colocated(known_model(MODEL), get_hardware(GPU), GPUS)
     systems: dict[str, System] = {
         f"one pool, {each} tokens a step": replace(mixed, budget=each) for each in POOL_BUDGETS
     }
-    for decoders in range(GPUS - 1, 0, -1):
-        pools = Disaggregated(mixed.model, mixed.gpu, GPUS - decoders, decoders, get_link(LINK), layer_wise=True)
-        systems[f"two pools, {GPUS - decoders} : {decoders}"] = pools
-    results: dict[str, dict[str, Any]] = {BEST_BUDGET: {}} | {name: {} for name in systems}
-    for name, system in track(systems.items(), "bisecting"):
-        for kind, work in works.items():
-            results[name] |= _cells(kind, goodput(system, for_each_gpu(work, system), objective, rounds))
-    best = {}
-    for kind, work in track(works.items(), "tuning"):
-        tuned = best_budget(mixed, work, objective, rounds)
-        results[BEST_BUDGET] |= _cells(kind, tuned.goodput)
-        two = max(each[kind] for name, each in results.items() if name.startswith("two"))
-        best[kind] = {
-            "one": tuned.goodput.per_gpu,
-            "two": two,
-            "times": two / tuned.goodput.per_gpu,
-            "budget": int(tuned.name),
-            "winning": winning_budgets(mixed, two * GPUS, work, objective),
-            "default": results[f"one pool, {POOL_BUDGETS[-1]} tokens a step"][kind],
-        }
-    _show_pools(results, best)
-    return {"pools": results, "best": best}
+    for prefill, decode in SPLITS:
+        pools = Disaggregated(mixed.model, mixed.gpu, prefill, decode, get_link(LINK), layer_wise=True)
+        systems[f"two pools, {prefill} : {decode}"] = pools
+    tuned = best_budget(mixed, work, objective, rounds)
+    found = {"one pool, its best budget": tuned.goodput} | {
+        name: goodput(system, for_each_gpu(work, system), objective, rounds)
+        for name, system in track(systems.items(), "bisecting")
+    }
+    two = max(each.per_gpu for name, each in found.items() if name.startswith("two"))
+    best = {
+        "one": tuned.goodput.per_gpu,
+        "two": two,
+        "budget": int(tuned.name),
+        "winning": winning_budgets(mixed, two * GPUS, work, objective),
+        "default": found[f"one pool, {POOL_BUDGETS[-1]} tokens a step"].per_gpu,
+    }
+    _show_pools(found, best)
+    return {"pools": {name: each.per_gpu for name, each in found.items()}, "best": best}
 
 
-BEST_BUDGET = "one pool, its best budget"
 CAUSES = {"tpot": "tokens", "ttft": "first tokens", "queue": "first tokens", "link": "link", "": "nothing"}
 
 
-def _cells(kind: str, sustained: Goodput) -> dict[str, Any]:
-    return {kind: sustained.per_gpu, f"{kind}: cause": sustained.cause}
-
-
-def _show_pools(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any]) -> None:
+def _show_pools(found: Mapping[str, Goodput], best: Mapping[str, Any]) -> None:
     """Print a row for each way to use the GPUs, and the best budgets in words."""
-    columns = {f"{GPUS} {GPU}, {MODEL}": "{name}"}
-    columns |= {f"{prompt:,} tokens in, {output} out": f"{{{kind}}}" for kind, (prompt, output) in WORKS.items()}
-    budgets = " and ".join(f"{best[kind]['budget']:,}" for kind in WORKS)
-    wins = " and ".join(", ".join(map(str, best[kind]["winning"])) or "none" for kind in WORKS)
     record_table(
         "Goodput by bisection, modelled",
-        {
-            name: {kind: f"{each[kind]:.1f} ({CAUSES[each[f'{kind}: cause']]})" for kind in WORKS}
-            for name, each in results.items()
-        },
-        columns,
-        f"Requests a second and GPU; in brackets, what is late beyond that rate. In time: for 9 of 10 requests, a "
-        f"first token within {TTFT_SLO:g} s and {1e3 * TPOT_SLO:g} ms a token. Link: {LINK}, layer by layer. The best "
-        f"of {len(LADDER)} budgets: {budgets} tokens a step.",
+        {name: {"per_gpu": each.per_gpu, "late": CAUSES[each.cause]} for name, each in found.items()},
+        {f"{GPUS} {GPU}, {MODEL}": "{name}", "requests/s a GPU": "{per_gpu:.1f}", "late beyond it": "{late}"},
+        f"{PROMPT:,} tokens in, {OUTPUT} out. In time: for 9 of 10 requests, a first token within {TTFT_SLO:g} s and "
+        f"{1e3 * TPOT_SLO:g} ms a token. Link: {LINK}, layer by layer. The best of {len(LADDER)} budgets: "
+        f"{best['budget']} tokens a step. Runs of {COUNTED} requests a GPU.",
     )
+    wins = ", ".join(map(str, best["winning"])) or "none"
     console.print(f"\nBudgets with which one pool sustains what two do: {wins}.")
 
 
@@ -195,7 +179,7 @@ def _show_pools(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Any
 def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     gaps = {budget: each["itl_max_ms"] for budget, each in results["interference"].items()}
-    requests, (long, longer) = results["tokens"]["requests"], results["ratio"]["best"].values()
+    requests, best = results["tokens"]["requests"], results["ratio"]["best"]
     closing(
         Timed(
             f"A prompt of {arguments.prompt:,} tokens stops running chats for {gaps[str(BUDGETS[0])]:.0f} ms; "
@@ -203,10 +187,9 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
         ),
         f"{len(requests)} requests through two engines give the same tokens as through one, and "
         f"{sum(each['bytes'] for each in requests.values()):,} bytes moved for that.",
-        f"Modelled, {MODEL} on {GPUS} {GPU}: with its best budget one pool sustains {1 / long['times']:.2f} × what two "
-        f"do with long prompts and short answers, and {1 / longer['times']:.2f} × with longer answers; with "
-        f"{POOL_BUDGETS[-1]:,} tokens a step {long['default'] / long['two']:.2f} × and "
-        f"{longer['default'] / longer['two']:.2f} ×.",
+        f"Modelled, {MODEL} on {GPUS} {GPU}, long prompts and short answers: one pool sustains "
+        f"{best['one'] / best['two']:.2f} × what two do with its best budget, with {POOL_BUDGETS[-1]:,} tokens a step "
+        f"{best['default'] / best['two']:.2f} ×.",
         disturbance=disturbance,
     )
 

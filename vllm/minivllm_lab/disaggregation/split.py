@@ -46,8 +46,7 @@ def _setups() -> list[Setup]:
     prompts and short answers.
     """
     ratio = json.loads(RESULTS.read_text())["figures"]["ratio"]
-    rates = {name: kinds["long prompts"] for name, kinds in ratio["pools"].items()}
-    budget = ratio["best"]["long prompts"]["budget"]
+    rates, budget = ratio["pools"], ratio["best"]["budget"]
     return [
         ("one pool", "8,192 tokens a step", ONE_POOL, rates["one pool, 8192 tokens a step"]),
         ("two pools", "3 GPUs and 1", TWO_POOLS, rates["two pools, 3 : 1"]),
