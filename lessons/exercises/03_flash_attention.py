@@ -101,6 +101,7 @@ def tiled_attention(q, k, v, block_q: int, block_k: int):
 # A program takes one row of scores. Its state is two numbers and a vector, in float32 registers:
 #     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
 #     o = tl.zeros([HEAD_DIM], tl.float32)
+# Scores come from memory here; flash_kernel makes them on the chip.
 
 
 @triton.jit

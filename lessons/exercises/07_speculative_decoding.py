@@ -43,7 +43,7 @@ def accept(p, q, drafts, uniforms):
 
     p         [k + 1, vocab], a numpy array: row i is the model's distribution at draft i's position; the last row is
               that of the token after all drafts; not to be changed
-    q         [k, vocab]: row i is the distribution from which draft i was drawn; 1 at one token where the proposer is
+    q         [k, vocab]: row i is the distribution from which draft i was drawn; 1 at one token where the drafter is
               certain, as for n-grams; not to be changed either
     drafts    list of k token ids; -1: there is no draft at this position, and none is accepted from here on
     uniforms  [k], random numbers from 0 up to, not including, 1

@@ -4,6 +4,7 @@ exercise catches mistakes.
 
 import json
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -226,10 +227,33 @@ def test_the_bars_that_shrink_are_the_example_by_hand():
         state = lesson.softmax_step(state, np.array([scores]), np.array(values)[:, None])
         factors.append(math.exp(before - state.m[0]))
         assert f"l = {state.l[0]:g}<" in drawn
+        assert f"O = {state.o[0, 0]:g}<" in drawn
     assert factors == pytest.approx([0, 0.5])
     assert "× ½" in drawn
     assert "count 2 and ½: $\\ell = 1.5 + 2 + ½ = 4$" in TEXT, "FlashAttention-4's, under the old maximum"
     assert state.o[0, 0] / state.l[0] == pytest.approx(84 / 4)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts the bytes")
+def test_cells_print_what_the_page_shows(capsys):
+    page, names = (
+        (REPOSITORY / "lessons" / "03_flash_attention.md").read_text(),
+        {"lesson": lesson, "math": math, "np": np},
+    )
+    cells = re.findall(r"```python exec\n([^`]*)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(cells) == 3
+    for cell, shown in cells:
+        exec(cell, names)
+        assert capsys.readouterr().out == shown
+
+
+def test_what_the_text_says_beside_its_tables():
+    assert f"1,024 queries alone take {1024 * 128 * 2:,} bytes" in TEXT
+    stored, tiles = 4 * 8192 + 4 * 128, 8192 // 128 + 3
+    assert f"so tiles of 128 queries save half as much: {stored / (128 * tiles):.1f} times." in TEXT
+    results = REPOSITORY / "benchmarks" / "results" / "03_flash_attention.nvidia-h200.json"
+    short, long = (json.loads(results.read_text())["figures"]["time"]["by_length"][n]["gain"] for n in ("512", "4096"))
+    assert f"On an H200, {short:.1f} times at 512 tokens, and {long:.1f} times at 4,096" in TEXT
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter counts the bytes")

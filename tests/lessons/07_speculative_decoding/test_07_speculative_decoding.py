@@ -172,7 +172,7 @@ def test_tokens_and_cost_by_hand():
 
 def test_counts_and_formula_by_hand():
     """The text quotes vLLM's counters, also in the widget, as vLLM logs them, the rates that follow,
-    and what the formula gives from the first. For the draft model the formula is right.
+    and what the formula gives from the first. For the draft model the formula is nearly right.
     """
     lookup, model = RECORDED["ngram"], RECORDED["draft_model"]
     shares = ", ".join(f"{count / lookup.drafts:.3f}" for count in lookup.accepted)
@@ -181,7 +181,10 @@ def test_counts_and_formula_by_hand():
     for number in (*map("{:.2f}".format, lookup.rates), f"{lesson.expected_tokens(lookup.rates[0], 3):.2f}"):
         assert number in TEXT
     counted = 1 + sum(model.accepted) / model.drafts
-    assert lesson.expected_tokens(model.rates[0], 3) == pytest.approx(counted, rel=0.03)
+    assert (
+        f"on the same texts, {lesson.expected_tokens(model.rates[0], 3):.2f} by the formula, {counted:.2f} counted."
+        in TEXT
+    )
 
 
 def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(capfd):
@@ -207,9 +210,9 @@ def test_the_memory_of_guessers_is_counted():
 
 
 def test_what_lesson_01_measured_is_what_it_says():
-    first = " ".join((REPOSITORY / "lessons" / "notes" / "01_kv_cache.md").read_text().split())
-    (times,) = set(re.findall(r"one large matrix takes ([\d.]+) times as long for 64 vectors", first))
-    assert f"a matmul for 64 sequences took only {times} times as long as for one" in " ".join(TEXT.split())
+    first = " ".join((REPOSITORY / "lessons" / "01_kv_cache.md").read_text().split())
+    (times,) = set(re.findall(r"16 sequences that decode together yield ([\d.]+) times the tokens of one", first))
+    assert f"in lesson 01, 16 sequences yielded {times} times the tokens of one." in " ".join(TEXT.split())
 
 
 # ---- the script from outside ---------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
 
     assert regions() == ["loses from 101: arithmetic takes over"]
     text = " ".join((REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text().split())
-    assert f"break-even at {int(59 * here().tokens)}. The [widget](#turn-the-knobs) says 101," in text
+    assert f"at 59 × {here().tokens:.1f} = {59 * here().tokens:.0f}. The [widget](#turn-the-knobs) says 101," in text
     assert regions(context=2048) == ["memory is full at 212; 222 without a drafter"]
     assert regions(drafter="large", alpha=0.2)[0] == "loses: the drafter takes too long"
     slow_alone = regions(model="Qwen3-14B", alpha=0.2, context=4096)

@@ -27,7 +27,7 @@ SCORES = (
 )
 """Each query's scores with the keys that it sees, to two digits."""
 
-WIDTH, HEIGHT = 712, 384
+WIDTH, HEIGHT = 760, 384
 LEGEND = (
     ("query", BLUE),
     ("key", ORANGE),
@@ -40,8 +40,9 @@ TOP, ROW = 74, 26
 COLUMNS = {"Q": 78, "K": 122, "V": 166, "out": 210}
 CELL = 40
 CHIP, GRID, SCORE = 276, 350, 50
-STATE = {"factor": 592, "m": 642, "l": 688}
-HEADS = {"factor": "factor", "m": "m", "l": "l"}
+STATE = {"factor": 592, "m": 642, "l": 688, "O": 722}
+SUM = (698, 40)
+"""x and width of a row's O, a vector as wide as a value."""
 LAST = 5
 READ = (None, None, 0, 1, 1, 1)
 """The tile of keys and values on the chip, by step."""
@@ -50,11 +51,11 @@ MOVED = (0, 4, 12, 20, 20, 24)
 
 CAPTIONS = (
     "HBM holds a query, a key and a value of nine tokens. One program takes four queries.",
-    "Its queries come onto the chip, once. No key is seen: m = −∞, l = 0.",
-    "The first tile gives sixteen scores. m: a row's largest; l: the sum of exp(score − m).",
+    "Its queries come in, once. No key is seen: m = −∞, l = O = 0.",
+    "Sixteen scores. m: a row's largest; l: the sum of exp(score − m); O: the same, times values.",
     "The second tile replaces the first. Keys that lie ahead of a query count as −∞.",
-    "Two rows have a larger score now, so what they had summed shrinks. Then the tile is added.",
-    "Two tiles read, the third never; two sums corrected; four rows of output back.",
+    "Two rows have a larger score now, so both their sums shrink. Then the tile is added.",
+    "Two tiles read, the third never; two rows corrected; four rows of output back.",
 )
 
 
@@ -75,7 +76,7 @@ def _still(step: int) -> str:
     parts = [_hbm(tokens, step), _chip(step)]
     if step > 0:
         parts += [_query(row, tokens) for row in range(TILE)]
-        parts += [text(STATE[name], 98, HEADS[name], size=12, anchor="end") for name in STATE]
+        parts += [text(STATE[name], 98, name, size=12, anchor="end") for name in STATE]
         parts += [_state_of(row, step) for row in range(TILE)]
     tile = READ[step]
     if tile is not None:
@@ -114,7 +115,7 @@ def _chip(step: int) -> str:
         rect(CHIP, 36, WIDTH - CHIP - 14, 250, stroke=INK, radius=8),
         text(CHIP, 28, "one multiprocessor, on the chip", bold=True),
         text(CHIP, 312, words, size=12),
-        text(CHIP, 334, "m: a row's largest score; l: its sum; factor: what shrinks it", size=12),
+        text(CHIP, 334, "m: a row's largest score; l, O: its sums; factor: what shrinks both", size=12),
         text(16, 352, "pale: in HBM.  strong: on the chip, or back", size=12),
         *_legend(),
     ]
@@ -164,17 +165,17 @@ def _scores_of(tokens: list[str], tile: int) -> str:
 
 
 def _state_of(row: int, step: int) -> str:
-    """Draw m and l of one query after this step, and the factor by which its old sums shrank."""
+    """Draw m and the sums of one query after this step, and the factor by which its old sums shrank."""
     y, scores = _row(row) + 22, SCORES[row]
     seen = (0, 0, TILE, TILE, len(scores), len(scores))[step]
-    values = {"m": "−∞", "l": "0"}
+    values, parts = {"m": "−∞", "l": "0", "O": "0"}, []
     if seen:
         m, total = sums(scores, seen)
         values = {"m": f"{m:.2f}", "l": f"{total:.2f}"}
+        parts.append(rect(SUM[0], y - 18, SUM[1], ROW, GREEN))
     if seen > TILE:
         factor = math.exp(sums(scores, TILE)[0] - m)
         values["factor"] = f"{factor:.2f}"
-    parts = []
     for name, words in values.items():
         colour = VERMILLION if name == "factor" else INK
         parts.append(text(STATE[name], y, words, colour=colour, anchor="end"))

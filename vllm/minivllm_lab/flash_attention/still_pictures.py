@@ -1,10 +1,8 @@
-"""Lesson 03's pictures that stand alone: what HBM can feed, a GPU's memories, and a sum that
-shrinks.
+"""Lesson 03's pictures that stand alone: what HBM can feed, a GPU's memories, and two sums that
+shrink.
 """
 
 from __future__ import annotations
-
-import math
 
 from minivllm.config.units import TERA
 from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, swatch, text, tint
@@ -30,7 +28,11 @@ LAYERS = (
 
 Shared memory: 132 multiprocessors, 128 bytes a cycle, 1.83 GHz.
 """
-OWNERS = (("each of 132 multiprocessors has its own", YELLOW), ("on the chip, for all", SKY), ("beside the chip", GREY))
+OWNERS = (("each of 132 multiprocessors has its own", YELLOW), ("shared by all", SKY), ("beside the chip", GREY))
+LAYER_TOPS, PROGRAMS, WHOLE = (74, 112, 176, 262), ((28, 140), (212, 140)), ((28, 324),)
+"""Where each of LAYERS begins; x and width of a box on each of two multiprocessors, and of one for the whole chip."""
+SUMS = (("l", 1.5, 1.25), ("O", 16, 34))
+"""The example by hand: the sums of its first tile, under m = ln 2, and of its second alone, under m = ln 4."""
 
 
 def stills() -> dict[str, str]:
@@ -54,46 +56,57 @@ def _bet() -> str:
 
 
 def _reveal() -> str:
-    """Draw an H100's memories, how large and how fast, and the rate that attention needs."""
+    """Draw an H100's memories, how large and how fast, and a key that two programs want: from HBM it comes once."""
     title = f"{REACHED} TFLOP/s take {REACHED / QUERIES:.1f} TB/s: HBM cannot give them, L2 can"
-    parts = [text(16, 30, title, size=15, bold=True)]
+    parts = [
+        text(16, 30, title, size=15, bold=True),
+        text(190, 62, "two programs, on two multiprocessors", size=12, anchor="middle"),
+    ]
     for x, words in ((390, "size"), (520, "all of them, a second")):
         parts.append(text(x, 62, words, size=12, colour=QUIET))
-    for index, (name, size, speed, colour) in enumerate(LAYERS):
-        y = 74 + 46 * index + 24 * (index == 3)
-        wide = 130 + 70 * index
-        parts.append(rect(190 - wide / 2, y, wide, 40, tint(colour, 0.6), label=name))
-        parts += [text(390, y + 25, size), text(520, y + 25, speed)]
-    parts.append(line((16, 224), (500, 224), VERMILLION, dash="4 3"))
-    parts.append(text(520, 229, f"needed: {REACHED / QUERIES:.1f} TB/s", colour=VERMILLION))
+    for (name, size, speed, colour), y, boxes in zip(
+        LAYERS, LAYER_TOPS, (PROGRAMS, PROGRAMS, WHOLE, WHOLE), strict=True
+    ):
+        parts += [rect(x, y, wide, 36, tint(colour, 0.6), label=name) for x, wide in boxes]
+        parts += [text(390, y + 23, size), text(520, y + 23, speed)]
+    parts.append(line((16, 236), (500, 236), VERMILLION, dash="4 3"))
+    parts.append(text(520, 241, f"needed: {REACHED / QUERIES:.1f} TB/s", colour=VERMILLION))
+    for x, start, end in ((190, 262, 214), (98, 178, 150), (282, 178, 150)):
+        parts += [
+            arrow((x, start), (x, end), INK, width=2),
+            rect(x + 8, start - 23, 58, 16, ORANGE, label="key 7", size=12),
+        ]
     places = zip(OWNERS, (16, 340, 520), strict=True)
-    parts += [swatch(x, 296, tint(colour, 0.6), words) for (words, colour), x in places]
-    return svg(WIDTH, 326, *parts, label=title)
+    parts += [swatch(x, 322, tint(colour, 0.6), words) for (words, colour), x in places]
+    return svg(WIDTH, 352, *parts, label=title)
 
 
 def _shrink() -> str:
-    """Draw the weights of the example by hand, after its first tile and after its second."""
-    title = "A larger score arrives, and what was summed shrinks by one factor"
-    scores = (math.log(2), 0.0, math.log(4), 0.0)
-    parts = [text(16, 30, title, size=15, bold=True)]
-    for seen, x, words in ((2, 50, "m = ln 2,  l = 1.5"), (4, 380, "m = ln 4,  l = 2")):
-        weights = [math.exp(score - max(scores[:seen])) for score in scores[:seen]]
-        for key, weight in enumerate(weights):
-            left = x + 66 * key
-            if seen == 4 and key < 2:
-                old = 100 * math.exp(scores[key] - scores[0])
-                parts.append(rect(left, 180 - old, 50, old, stroke=VERMILLION, dash="4 3"))
-            label = {1: "1", 0.5: "½", 0.25: "¼"}[round(weight, 2)]
-            parts.append(rect(left, 180 - 100 * weight, 50, 100 * weight, ORANGE, label=label))
-            parts.append(text(left + 25, 198, f"key {key + 1}", size=12, anchor="middle"))
-        parts.append(text(x, 60, words))
+    """Draw both sums of the example by hand, after its first tile and after its second."""
+    title = "A larger score arrives: both sums shrink by one factor, then the tile is added"
+    parts = [text(16, 30, title, size=15, bold=True), text(50, 60, "m = ln 2"), text(380, 60, "m = ln 4")]
+    for place, (name, first, second) in enumerate(SUMS):
+        unit, x, then = 120 / (first / 2 + second), 50 + 120 * place, 380 + 120 * place
+        parts += _stack(x, f"{name} = {first:g}", unit, first)
+        parts.append(rect(then - 6, 194 - unit * first, 82, unit * first, stroke=VERMILLION, dash="4 3"))
+        parts += _stack(then, f"{name} = {first / 2 + second:g}", unit, first / 2, second)
     parts += [
-        arrow((226, 130), (340, 130), VERMILLION, width=2),
-        text(283, 118, "× ½", anchor="middle"),
-        swatch(50, 216, ORANGE, "a key's weight, exp(score − m)", stroke=None),
-        swatch(380, 216, "none", "its weight under the old m", stroke=VERMILLION, dash="4 3"),
+        arrow((270, 140), (350, 140), VERMILLION, width=2),
+        text(310, 128, "× ½", anchor="middle"),
+        swatch(50, 232, ORANGE, "keys 1 and 2"),
+        swatch(210, 232, tint(ORANGE, 0.4), "keys 3 and 4"),
+        swatch(380, 232, "none", "the sum under the old m", stroke=VERMILLION, dash="4 3"),
     ]
-    return svg(WIDTH, 246, *parts, label=title)
+    return svg(WIDTH, 262, *parts, label=title)
+
+
+def _stack(x: float, words: str, unit: float, *parts: float) -> list[str]:
+    """Draw a sum as a stack of its parts, the first tile's at the bottom, `unit` pixels for each 1."""
+    shapes, top = [text(x + 35, 212, words, anchor="middle")], 194.0
+    for part, fill in zip(parts, (ORANGE, tint(ORANGE, 0.4)), strict=False):
+        top -= unit * part
+        shapes.append(rect(x, top, 70, unit * part, fill, label=f"{part:g}"))
+    return shapes
 
 
 def _axis(y: float) -> list[str]:

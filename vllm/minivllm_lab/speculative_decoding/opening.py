@@ -65,10 +65,10 @@ def frames() -> Frames:
     replaced, by = f"“{partly.drafts[-1].shown}”", f"“{partly.kept[-1].shown}”"
     drawn = [
         _lookup(bad),
-        _pass(bad, "one pass"),
-        _verdict(bad, "1 token"),
-        _verdict(good, "4 tokens"),
-        _verdict(partly, "3 tokens, in another run, with a draft model"),
+        _pass(bad, f"Step {bad.number}: one pass"),
+        _verdict(bad, f"Step {bad.number}: 1 token"),
+        _verdict(good, f"Step {good.number}: 4 tokens"),
+        _verdict(partly, f"Another run, with a draft model: {len(partly.kept)} tokens"),
         _by_step(looked_up),
     ]
     captions = [
@@ -135,10 +135,10 @@ def _lookup(step: Verified) -> str:
         arrow((end, y), (end, y - 14), ORANGE, width=2),
         text(end + 14, y + 18, "the same token, earlier", colour=QUIET),
     ]
-    return _still(step, "a guess", *shapes, *_fed(step, FED_Y + 50, "the next pass"))
+    return _still(f"Step {step.number}: a guess", *shapes, *_fed(step, FED_Y + 50, "the next pass"))
 
 
-def _pass(step: Verified, words: str, *shapes: str, fills: list[str] | None = None) -> str:
+def _pass(step: Verified, title: str, *shapes: str, fills: list[str] | None = None) -> str:
     """Draw one pass over the last token and the drafts, and the model's prediction after each."""
     end = _x(len(step.drafts)) + WIDE
     model = rect(_x(0), MODEL_Y, end - _x(0), 30, BLANK, stroke=QUIET, label="the model: one pass, all rows")
@@ -148,17 +148,17 @@ def _pass(step: Verified, words: str, *shapes: str, fills: list[str] | None = No
         predictions.append(arrow((middle, MODEL_Y + 30), (middle, PREDICTED_Y - 2)))
         fill = fills[place] if fills else OWN
         predictions.append(chip(_x(place), PREDICTED_Y, WIDE, TALL, fill, token.shown))
-    return _still(step, words, *_text(step)[0], *_fed(step, FED_Y, "fed"), model, *predictions, *shapes)
+    return _still(title, *_text(step)[0], *_fed(step, FED_Y, "fed"), model, *predictions, *shapes)
 
 
-def _verdict(step: Verified, words: str) -> str:
+def _verdict(step: Verified, title: str) -> str:
     """Draw the pass, which drafts are accepted, and what becomes of their slots."""
     accepted, computed = step.num_accepted, len(step.known) + step.num_accepted
     verdicts = ["accepted"] * accepted + ["rejected"] + ["too late"] * NUM_DRAFTS
     verdicts = [f"{word}: {draft.shown}" for word, draft in zip(verdicts, step.drafts, strict=False)]
     verdicts.append("a bonus" if accepted == NUM_DRAFTS else "")
     fills = [ACCEPTED] * accepted + [OWN] + [REJECTED] * NUM_DRAFTS
-    shapes = [_name(VERDICT_Y - 18, "the draft"), _name(SLOTS_Y, "keys, values")]
+    shapes = [_name(VERDICT_Y - 18, "next draft"), _name(SLOTS_Y, "keys, values")]
     for place in range(len(step.predicted)):
         shapes.append(text(_x(place) + WIDE / 2, VERDICT_Y, verdicts[place], anchor="middle", bold=True))
         fill, state = (KNOWN, "valid") if place <= accepted else (REJECTED, "stale")
@@ -166,7 +166,7 @@ def _verdict(step: Verified, words: str) -> str:
     before = len(step.known) + len(step.drafts)
     change = f"num_computed_tokens: {before}" + f" → {computed}" * (computed < before)
     shapes.append(text(_x(0), SLOTS_Y - 10, change, size=12, mono=True))
-    return _pass(step, words, *shapes, fills=fills)
+    return _pass(step, title, *shapes, fills=fills)
 
 
 def _by_step(steps: list[Verified]) -> str:
@@ -191,8 +191,8 @@ def _card(title: str, *elements: str) -> str:
     return svg(WIDTH, HEIGHT, text(LEFT, 30, title, size=16, bold=True), *elements, label=title)
 
 
-def _still(step: Verified, words: str, *elements: str) -> str:
-    return _card(f"Step {step.number}: {words}", *elements, *pictures.legend_at(LEGEND_Y, LEGEND))
+def _still(title: str, *elements: str) -> str:
+    return _card(title, *elements, *pictures.legend_at(LEGEND_Y, LEGEND))
 
 
 def _text(step: Verified) -> tuple[list[str], list[tuple[float, float]]]:

@@ -24,7 +24,7 @@ FLOOR, SCALE, BAR, GROUP = 250, 300, 78, 222
 NODES = (("a", -1, 150), ("*", 0, 102), ("+", 0, 198), ("b", 1, 78), ("2", 1, 126), ("b", 2, 174), ("1", 2, 222))
 """The last known token and six drafts: the token, the node before it, and where it stands."""
 CHANCES = (1.0, 0.6, 0.3, 0.42, 0.12, 0.24, 0.06)
-"""The product of the guesser's probabilities up to each node."""
+"""The product of the drafter's probabilities up to each node."""
 SAMPLED, FIRST_POSITION = (2, 5), 9
 BOX, DEPTH, TALL = 56, 116, 28
 MASK_LEFT, MASK_TOP, CELL = 420, 74, 27
@@ -61,7 +61,7 @@ def tree() -> str:
             parts.append(text(x + BOX / 2, y - 5, f"{CHANCES[node]:g}", anchor="middle"))
         fill = KNOWN if parent < 0 else ACCEPTED if node in SAMPLED else REJECTED
         parts += [chip(x, y, BOX, TALL, fill, token, 15), *_row(node, token)]
-    notes = ("above a draft: the guesser's", "probability of its whole branch")
+    notes = ("above a draft: the drafter's", "probability of its whole branch")
     parts += [text(LEFT, 268 + 16 * row, words, size=12, colour=QUIET) for row, words in enumerate(notes)]
     legend = (("known", KNOWN), ("accepted", ACCEPTED), ("rejected", REJECTED), ("seen", GREY), ("hidden", BLANK))
     return svg(WIDTH, 344, *parts, *legend_at(312, legend), label=f"{title}: each row sees its own branch")
