@@ -82,28 +82,28 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def _write_fits(axes: Axes, state: State) -> None:
-    """Write the requests that fit at the handle, large, with those that more room adds, and on half as many GPUs and
-    without copies.
+    """Write the requests that fit at the handle, large, why they are more than on half as many GPUs, and those without
+    copies.
     """
     drawing, here, half = axes.drawing, state.here, state.mine.at(max(state.tp // 2, 1))
     if here.fits < 1:
         return
     (x, y), words = axes.at(state.tp, here.fits), f"{int(here.fits):,}"
-    y -= 4 if drawing.width >= WIDE else 9  # there, the number reaches over the next level
-    wide = BOLD * text_width(words, VALUE) + 10
-    right = x - wide < axes.box.x or (here.copies > 1 and x + wide < axes.box.right)
-    place, anchor = ((x + 7, y), "start") if right else ((x - 7, y), "end")
-    drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
+    step = y - axes.at(1, max(here.fits, state.mine.at(min(2 * state.tp, TPS[-1])).fits))[1]
+    y -= 4 if drawing.width >= WIDE else 6 + step * (step < VALUE)  # there, the number reaches over the next level
+    right = x + BOLD * text_width(words, VALUE) + 10 < axes.box.right
+    beside, anchor = (7, "start") if right else (-7, "end")
+    drawing.text((x + beside, y), words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
     more = int(here.fits) - int(half.fits)
     if here.copies > 1 and more > 0 and half.fits and not state.wrong:
         lines = balanced(f"+{more}: fewer weights per GPU", 240 if drawing.width >= WIDE else 80)
         axes.label(axes.at(state.tp, state.wanted), "\n".join(lines), BLUE, bold=False)
-    for tp, fits, after, anchor in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, 7, "start")):
+    for tp, fits, off, side in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, beside, anchor)):
         (x, y), words = axes.at(tp, fits), f"{int(fits):,}"
-        place = x + after, max(y - 6, axes.box.y + SMALL)
-        box = text_box(place, words, SMALL, anchor, bold=True)
+        place = x + off, max(y - 6, axes.box.y + SMALL)
+        box = text_box(place, words, SMALL, side, bold=True)
         if fits not in (0, here.fits) and not any(box.overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=anchor, bold=True)
+            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=side, bold=True)
 
 
 def _fitting(state: State) -> list[Place]:
