@@ -281,7 +281,7 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     axes = Axes(drawing, bars, Scale(0.8, most, log=True), Scale(0, 1))
     axes.frame("", "", x_ticks=(1, 10, 100), y_ticks=())
     axes.mark_x(ridge, GREEN)
-    x, words = axes.at(ridge, 0)[0], f"the {state.hardware.name} could do {ridge:.0f}"
+    x, words = axes.at(ridge, 0)[0], f"{state.hardware.name} could do {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
     drawing.text((end, y), words, size=SMALL, colour=GREEN, anchor="end")
     drawing.text((x - 6, bars.bottom - 5), "← waits for memory", size=SMALL, colour=GREEN, anchor="end")
@@ -296,7 +296,7 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
         drawing.line((bars.x, middle), (bars.right, middle))
         drawing.circle((at, middle), 5, BLUE if own else MID)
         words = f"{operations:.3g}"
-        before = at < x < at + 14 + text_width(words, SMALL)
+        before = at + 14 + text_width(words, SMALL) > (x if at < x else bars.right)
         divided = f" = {operations * copies:.3g} ÷ {copies}"
         if own and copies > 1 and at + 14 + BOLD * text_width(words + divided, SMALL) < x:
             words += divided

@@ -133,15 +133,13 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
     """Draw how many requests fit by reserved length, and the lengths at which vLLM refuses to start."""
     own = [state.tokens / mean if mean else 1.0 for mean in state.mean_lengths]
-    reach = [1024, state.model_limit, *(each.max_model_len for each in (state, pinned) if each)]
-    end = min(max(reach), CONTEXTS[-1]) if state.wall < state.model_limit else CONTEXTS[-1]
     counts = Scale.around(1, 2 * max([100.0, *own, *state.concurrency]))
-    axes = Axes(drawing, box, Scale(CONTEXTS[0], end, log=True), counts)
+    axes = Axes(drawing, box, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), counts)
     axes.frame(
         "max_model_len: tokens that each request reserves", "", x_format=tokens,
         x_ticks=axes.x.doublings(12 if drawing.width >= WIDE else 4), y_ticks=axes.y.powers(),
     )  # fmt: skip
-    cause = f"above {state.wall:,}, not one fits" if state.ledger else "no room for a KV cache"
+    cause = f"no request fits above {state.wall:,}" if state.ledger else "no room for a KV cache"
     axes.broken(state.wall or None, None, "past the model's limit" if 0 < state.model_limit == state.wall else cause)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
