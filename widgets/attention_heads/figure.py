@@ -5,24 +5,24 @@ published models.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
-from widgets.attention_heads.state import TPS, Kind, Place, State
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, hidden_note, modelled, tokens
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+from widgets.attention_heads.state import TPS, Place, State, published_models
+from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_box
 from widgets.shell.theme import BROKEN, IDLE, MID, MISSED
 
-HALF = math.sqrt(2)
+HALF, STEP = math.sqrt(2), 1.3
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
-"""Each number of GPUs has the part of the axis nearest to it."""
-ABOVE, MEMORY, NUMBERS, PLOT = 34, 138, 15, 128
+"""Each number of GPUs has the part of the axis nearest to it; its level takes a little less."""
+ABOVE, MEMORY, NUMBERS, PLOT = 34, 130, 15, 140
 """Pixels of height: what does not fit, a GPU's memory, its number, and the plot."""
-MODEL_NAMES, MODEL_BYTES, MODEL_ROW = 112, 44, 20
-"""Pixels of a model's name, of its bytes, and of its row."""
+MODEL_HEADS, MODEL_BYTES, MODEL_ROW = 155, 36, 20
+"""Pixels of a model's name and heads, of its bytes, and of its row."""
 KIB = 1024
 
 
@@ -30,10 +30,9 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw what each GPU keeps, and below it the requests that fit by number of GPUs."""
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
     y = _draw_gpus(drawing, _draw_head(drawing, state), state)
-    keys = [Segment("without copies", 0, BLUE, dash="2 4")]
     copied = any(place.copies > 1 for place in state.mine.places)
-    y = draw_title(drawing, "Requests that fit", keys * copied, y + 34)
-    plot = Box(46, y + 16, width - 46 - MARGIN, PLOT if width >= WIDE else 150)
+    y = draw_title(drawing, "Requests that fit", [Segment("without copies", 0, BLUE, dash="2 4")] * copied, y + 34)
+    plot = Box(46, y + 16, width - 46 - MARGIN, PLOT if width >= WIDE else 180)
     _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
     drawing.height = plot.bottom + 44
     return drawing.render()
@@ -56,7 +55,7 @@ def kib(size: float) -> str:
 
 def _scale(state: State) -> Scale:
     """Return a scale that ends well above all curves, which leaves room for words."""
-    fits = [state.wanted, *(place.fits for place in state.mine.places if place.fits >= 1)]
+    fits = [state.wanted, *(place.fits for place in _fitting(state))]
     low, high = math.floor(3 * math.log10(0.8 * min(fits))), math.ceil(3 * math.log10(5 * max(fits)))
     return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
 
@@ -66,14 +65,16 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        axes.pinned(*_curve(pinned.mine, _fits), pinned.tp)
-    axes.mark_y(state.wanted, f"{state.wanted} required", INK)
+        places = _fitting(pinned)
+        axes.pinned([place.tp for place in places], [place.fits for place in places], pinned.tp)
+    axes.mark_y(state.wanted, "")
+    axes.label(axes.at(TPS[0] / HALF, state.wanted), f"{state.wanted} required", bold=False)
     hidden_note(axes.drawing, axes.box)
     with axes.drawing.answer():
-        alone = 1 if state.latent else state.kv_heads
-        axes.line(*_curve(state.mine, lambda place: place.fits * place.copies * (place.tp >= alone)), BLUE, dash="2 4")
-        axes.line(*_curve(state.mine, _fits), BLUE)
-        axes.points(*_curve(state.mine, _fits), BLUE)
+        for place in _fitting(state):
+            ends = [place.tp / STEP, place.tp * STEP]
+            axes.line(ends, [place.fits * place.copies] * 2, BLUE, width=2, dash="2 4")
+            axes.line(ends, [place.fits] * 2, BLUE, width=4)
         _write_fits(axes, state)
     axes.here(state.tp, "tensor_parallel_size")
     with axes.drawing.answer():
@@ -81,31 +82,32 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def _write_fits(axes: Axes, state: State) -> None:
-    """Write the requests that fit at the handle, large, and on half as many GPUs and without copies."""
+    """Write the requests that fit at the handle, large, why they are more than on half as many GPUs, and those without
+    copies.
+    """
     drawing, here, half = axes.drawing, state.here, state.mine.at(max(state.tp // 2, 1))
     if here.fits < 1:
         return
     (x, y), words = axes.at(state.tp, here.fits), f"{int(here.fits):,}"
-    wide = BOLD * text_width(words, VALUE) + 10
-    right = x - wide < axes.box.x or (here.copies > 1 and x + wide < axes.box.right)
-    place, anchor = ((x + 10, y - 6), "start") if right else ((x - 10, y - 6), "end")
-    drawing.text(place, words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
-    for tp, fits, left, anchor in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, 4, "end")):
+    step = y - axes.at(1, max(here.fits, state.mine.at(min(2 * state.tp, TPS[-1])).fits))[1]
+    y -= 4 if drawing.width >= WIDE else 6 + step * (step < VALUE)  # there, the number reaches over the next level
+    right = x + BOLD * text_width(words, VALUE) + 10 < axes.box.right
+    beside, anchor = (7, "start") if right else (-7, "end")
+    drawing.text((x + beside, y), words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
+    more = int(here.fits) - int(half.fits)
+    if here.copies > 1 and more > 0 and half.fits and not state.wrong:
+        lines = balanced(f"+{more}: fewer weights per GPU", 240 if drawing.width >= WIDE else 80)
+        axes.label(axes.at(state.tp, state.wanted), "\n".join(lines), BLUE, bold=False)
+    for tp, fits, off, side in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, beside, anchor)):
         (x, y), words = axes.at(tp, fits), f"{int(fits):,}"
-        place = x - left, max(y - 9, axes.box.y + SMALL)
-        box = text_box(place, words, SMALL, anchor, bold=True)
+        place = x + off, max(y - 6, axes.box.y + SMALL)
+        box = text_box(place, words, SMALL, side, bold=True)
         if fits not in (0, here.fits) and not any(box.overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=anchor, bold=True)
+            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=side, bold=True)
 
 
-def _fits(place: Place) -> float:
-    return place.fits
-
-
-def _curve(kind: Kind, value: Callable[[Place], float]) -> tuple[list[float], list[float]]:
-    """Return the numbers of GPUs and the values, without values below 1."""
-    points = [(place.tp, value(place)) for place in kind.places if value(place) >= 1]
-    return [tp for tp, _ in points], [height for _, height in points]
+def _fitting(state: State) -> list[Place]:
+    return [place for place in state.mine.places if place.fits >= 1]
 
 
 def _fits_tip(state: State, place: Place) -> str:
@@ -167,6 +169,7 @@ def _draw_head(drawing: Drawing, state: State) -> float:
         Segment("latent" if state.latent else "KV heads", 0, BLUE),
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
+        Segment("free", 0, IDLE, outlined=True),
     ]
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
@@ -192,14 +195,9 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
                 _draw_heads(drawing, gpu, state, state.ranks[rank], seen)
                 drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
                 seen |= set(state.ranks[rank])
-            copies = state.here.copies
-            bracketed = copies > 1 and _filled(state) <= 1 and not state.wrong
-            for first in range(0, state.tp, copies) if bracketed else ():
-                start, end = gpus[first].x, gpus[first + copies - 1].right
-                drawing.line((start, whole.y - 6), (end, whole.y - 6), colour=ORANGE, width=2.5)
         words, colour = _memory_words(state)
         rim = BROKEN if colour == VERMILLION else True
-        drawing.text((whole.x, whole.y - 18), words, size=SMALL, colour=colour, bold=True, halo=rim)
+        drawing.text((whole.x, whole.y - 12), words, size=SMALL, colour=colour, bold=True, halo=rim)
     return whole.bottom + NUMBERS
 
 
@@ -275,31 +273,34 @@ def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
     """
     ridge, copies = state.hardware.ridge(), state.here.copies
     y = drawing.heading((box.x, box.y), "Operations for each byte read") + 22
+    drawing.text((box.x, y), "query : KV heads", size=SMALL, colour=QUIET)
     drawing.text((box.right, y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
-    bars = Box(box.x + MODEL_NAMES, y + 9, box.width - MODEL_NAMES - MODEL_BYTES, MODEL_ROW * (1 + len(state.real)))
-    across = Scale(0.7, 4 * max(ridge, *(operations for _, _, operations in state.real)), log=True)
-    x = bars.x + across.share(ridge) * bars.width
-    words = f"the {state.hardware.name} could do {ridge:.0f}"
+    real, left = published_models(), box.x + MODEL_HEADS + 8
+    bars = Box(left, y + 9, box.right - MODEL_BYTES - left, MODEL_ROW * (2 + len(real)))
+    most = 2 * max(ridge, *(operations for *_, operations in real))
+    axes = Axes(drawing, bars, Scale(0.8, most, log=True), Scale(0, 1))
+    axes.frame("", "", x_ticks=(1, 10, 100), y_ticks=())
+    axes.mark_x(ridge, GREEN)
+    x, words = axes.at(ridge, 0)[0], f"{state.hardware.name} could do {ridge:.0f}"
     end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
     drawing.text((end, y), words, size=SMALL, colour=GREEN, anchor="end")
-    drawing.line((x, bars.y), (x, bars.bottom), colour=GREEN, dash="4 3", width=1.5)
-    mine = ("yours", state.here.kv_bytes * state.tp, state.here.intensity)
-    for row, (name, size, operations) in enumerate(([mine] if state.here.kv_bytes else []) + list(state.real)):
-        own, y = name == "yours", bars.y + row * MODEL_ROW
-        at, middle = bars.x + max(across.share(operations), 0.02) * bars.width, y + MODEL_ROW / 2
+    drawing.text((x - 6, bars.bottom - 5), "← waits for memory", size=SMALL, colour=GREEN, anchor="end")
+    heads = f"{state.query_heads} : {1 if state.latent else state.kv_heads}"
+    mine = ("yours", heads, state.here.kv_bytes * state.tp, state.here.intensity)
+    for row, (name, heads, size, operations) in enumerate([mine] * (mine[2] > 0) + [*real]):
+        own, middle = name == "yours", bars.y + (row + 0.5) * MODEL_ROW
+        at = axes.at(max(operations, 0.9), 0)[0]
         named = f"yours, {copies} copies" if own and copies > 1 else name.removesuffix("-hf")
         drawing.text((box.x, middle + 4), named, size=SMALL, bold=own)
+        drawing.text((box.x + MODEL_HEADS, middle + 4), heads, size=SMALL, bold=own, anchor="end")
         drawing.line((bars.x, middle), (bars.right, middle))
         drawing.circle((at, middle), 5, BLUE if own else MID)
         words = f"{operations:.3g}"
-        before = at < x < at + 14 + text_width(words, SMALL)
+        before = at + 14 + text_width(words, SMALL) > (x if at < x else bars.right)
         divided = f" = {operations * copies:.3g} ÷ {copies}"
-        if own and copies > 1 and at + 14 + BOLD * text_width(words + divided, SMALL) < bars.right:
+        if own and copies > 1 and at + 14 + BOLD * text_width(words + divided, SMALL) < x:
             words += divided
         place, anchor = ((at - 9, middle + 4), "end") if before else ((at + 9, middle + 4), "start")
         drawing.text(place, words, size=SMALL, bold=own, anchor=anchor, halo=True)
         drawing.text((box.right, middle + 4), kib(size), size=SMALL, bold=own, anchor="end")
-        tip = f"{name}: {operations:.3g} operations per byte, {kib(size)} KiB a token"
-        drawing.rect(Box(box.x, y, box.width, MODEL_ROW), "transparent", tip=tip)
-    words = "log scale; left of the line, reading takes longer"
-    return drawing.paragraph((box.x, bars.bottom + 20), words, box.width)
+    return bars.bottom + 17

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from minivllm.config import ModelConfig
@@ -130,11 +130,6 @@ class State:
         """Return the bytes of keys and values on each GPU for all requests that must fit."""
         return self.wanted * self.context * self.here.kv_bytes
 
-    @cached_property
-    def real(self) -> tuple[tuple[str, int, float], ...]:
-        """Return (name, bytes per token, operations per byte) of published models on one GPU."""
-        return _real()
-
     def cause(self, tp: int) -> str:
         """Return what is wrong on this many GPUs: "long", "heads", "weights", "few", "copies" or
         "".
@@ -203,9 +198,16 @@ def sweep(
 
 
 @lru_cache(maxsize=1)
-def _real() -> tuple[tuple[str, int, float], ...]:
-    shares = ((name, ModelShare(known_model(name), get_hardware("H100"), 1)) for name in REAL)
-    return tuple((name, share.bytes_per_token, decode_intensity(share.model)) for name, share in shares)
+def published_models() -> tuple[tuple[str, str, int, float], ...]:
+    """Return (name, "query heads : KV heads", bytes per token, operations per byte) of each on one GPU; a latent counts
+    as one KV head.
+    """
+    models = ((name, known_model(name)) for name in REAL)
+    shares = ((name, model, ModelShare(model, get_hardware("H100"), 1)) for name, model in models)
+    return tuple(
+        (name, f"{model.num_attention_heads} : {share.holders}", share.bytes_per_token, decode_intensity(model))
+        for name, model, share in shares
+    )
 
 
 @lru_cache(maxsize=1024)

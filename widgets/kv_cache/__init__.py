@@ -52,7 +52,7 @@ def verdict(state: State) -> Verdict:
         needed = state.needed / GIB
         card = state.hardware.memory_bytes / GIB
         return Verdict(
-            f"No room is left for a KV cache, so vLLM refuses to start: weights and working space take {needed:,.1f} "
+            f"No room is left for a KV cache, so vLLM refuses to start: weights and working memory take {needed:,.1f} "
             f"GiB, but the engine may use only {card * state.utilization:.1f} of {card:.1f} GiB.",
             "broken",
         )

@@ -11,18 +11,19 @@ from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.kv_cache.state import CONTEXTS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
-POOL, LEAST_SLOT = 126, 7
-"""Pixels of height of the KV cache's slots, and of a slot."""
+POOL, LEAST_SLOT, APART = 128, 6, 7
+"""Pixels of height of the KV cache's slots, and of a slot, and between the last slot and what is left over."""
+LEFT_OVER = "left over: too short for a request"
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
     """Draw the picture; `words` describe it for screen readers."""
     drawing = Drawing(width, 0, f"The KV cache of {state.model} on {state.hardware.name}", words)
     bar = _draw_memory(drawing, state)
-    panel = Box(MARGIN, bar.bottom + 16, width - 2 * MARGIN, POOL + (72 if width >= WIDE else 92))
+    panel = Box(MARGIN, bar.bottom + 16, width - 2 * MARGIN, POOL + (72 if width >= WIDE else 108))
     if state.ledger and not state.beyond_model:
         _draw_magnifier(drawing, state, bar, panel)
     drawing.rect(panel, TINT)
@@ -42,16 +43,13 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
     y = drawing.heading((MARGIN, 20), f"Memory of {which}: {card / GIB:.1f} GiB")
     (_, weights), *others = state.needs
     parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in others)
-    segments = [
-        _part("weights", weights, GREY),
-        _part("for steps", state.needed - weights, PURPLE, f": {parts}"),
-    ]
+    working = _part("working memory", state.needed - weights, PURPLE, f": {parts}")
+    segments = [_part("weights", weights, GREY), working]
     if state.ledger:
         engine = int(card * state.utilization)
         held = f": {state.tokens:,} tokens of {state.bytes_per_token:,.0f} bytes"
         segments.append(_part("KV cache", engine - state.needed, HELD, held))
-        left_out = _part("left out", card - engine, NOT_OURS, ", which gpu_memory_utilization leaves to other programs")
-        segments.append(replace(left_out, hatched=True))
+        segments.append(replace(_part("not given to vLLM", card - engine, NOT_OURS), hatched=True))
     total = max(card, state.needed)
     bottom = legend(drawing, (MARGIN, y + 22), without_room(segments, total, width), width)
     bar = Box(MARGIN, bottom - 10, width, 24)
@@ -80,33 +78,35 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> None:
     drawn = max(len(state.lengths), 1)
     fill = "fills" if state.slots == 1 else "fill"
     y = drawing.heading((box.x, box.y + 20), f"{counted(state.slots, 'request')} {fill} the KV cache")
-    key = f"each reserves {state.max_model_len:,} tokens"
-    key += f" ({drawn} drawn)" if drawn < state.slots else ""
-    beside, room = drawing.words[-1].right + 16, text_width(key, SMALL) + 18
+    key = f"each reserves {state.max_model_len:,}" + (f" ({drawn} drawn)" if drawn < state.slots else "")
+    keys = [Segment(key, 0, RESERVED), Segment("tokens it ever holds", 0, HELD)]
+    beside, room = drawing.words[-1].right + 16, sum(text_width(key.label, SMALL) + 34 for key in keys) - 16
     place = (beside, y) if beside + room < box.right else (box.x, y + 20)
-    y = legend(drawing, place, [Segment(key, 0, RESERVED)], box.width) + 13
+    y = legend(drawing, place, keys, box.width) + 13
     drawing.number((box.x, y), percent(state.held, 1), "ever holds a token", BLUE)
     pool = Box(box.x, y + 11, box.width, box.bottom - y - 11)
-    columns = -(-(drawn + 1) // int(pool.height / LEAST_SLOT))
-    wide, high = pool.width / columns, pool.height / -(-(drawn + 1) // columns)
-    gap = min(3.0, high / 5)
     hidden_note(drawing, pool)
-    for index in range(drawn + 1):
-        slot = Box(pool.x + index % columns * wide, pool.y + index // columns * high, wide - gap - 1, high - gap)
-        if index < drawn:
-            length = state.lengths[index] if state.lengths else 0
-            drawing.rect(slot, RESERVED)
-            with drawing.answer():
-                tip = f"Request {index + 1} holds {length:,} of its {state.max_model_len:,} tokens"
-                drawing.rect(slot, "transparent", tip=tip)
-                drawing.rect(replace(slot, width=length / state.max_model_len * slot.width), HELD, tip=tip)
-        elif drawn == state.slots:
-            rest = state.tokens - state.slots * state.max_model_len
-            part = replace(slot, width=rest / state.max_model_len * slot.width)
-            drawing.rect(part, CARD, stroke=MID, tip=f"{rest:,} tokens, which no request can use")
-            place, words = (part.right + 7, part.y + part.height / 2 + 4), "too short for a request"
-            if text_box(place, words, SMALL).right < pool.right:
-                drawing.text(place, words, size=SMALL)
+    rest = state.tokens - state.slots * state.max_model_len
+    below = rest / state.max_model_len * pool.width + 10 + text_width(LEFT_OVER, SMALL) > pool.width
+    height = pool.height - APART - 16 * below
+    columns = -(-drawn // (int(height / LEAST_SLOT) - 1))
+    rows = -(-drawn // columns)
+    wide, high = pool.width / columns, height / (rows + 1)
+    gap = min(3.0, high / 5)
+    slot = Box(pool.x, pool.y, wide - gap - 1, high - gap)
+    for index in range(drawn):
+        part = replace(slot, x=slot.x + index % columns * wide, y=slot.y + index // columns * high)
+        length = state.lengths[index] if state.lengths else 0
+        drawing.rect(part, RESERVED)
+        with drawing.answer():
+            tip = f"Request {index + 1} holds {length:,} of its {state.max_model_len:,} tokens"
+            drawing.rect(part, "transparent", tip=tip)
+            drawing.rect(replace(part, width=length / state.max_model_len * part.width), HELD, tip=tip)
+    if drawn == state.slots and rest:
+        part = replace(slot, y=slot.y + rows * high + APART, width=rest / state.max_model_len * slot.width)
+        drawing.rect(part, CARD, stroke=MID, dash="3 3", tip=f"{rest:,} tokens, which no request can use")
+        place = (pool.x, part.bottom + 15) if below else (part.right + 7, part.y + part.height / 2 + 4)
+        drawing.text(place, LEFT_OVER, size=SMALL)
 
 
 def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
@@ -133,39 +133,34 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
     """Draw how many requests fit by reserved length, and the lengths at which vLLM refuses to start."""
     own = [state.tokens / mean if mean else 1.0 for mean in state.mean_lengths]
-    axes = Axes(
-        drawing,
-        box,
-        Scale(CONTEXTS[0], CONTEXTS[-1], log=True),
-        Scale.around(1, 2 * max([100.0, *own, *state.concurrency])),
-    )
+    counts = Scale.around(1, 2 * max([100.0, *own, *state.concurrency]))
+    axes = Axes(drawing, box, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), counts)
     axes.frame(
         "max_model_len: tokens that each request reserves", "", x_format=tokens,
-        x_ticks=axes.x.doublings(int(box.width // 45)), y_ticks=axes.y.powers(),
+        x_ticks=axes.x.doublings(12 if drawing.width >= WIDE else 4), y_ticks=axes.y.powers(),
     )  # fmt: skip
-    cause = "not even one request fits" if state.ledger else "no room for a KV cache"
+    cause = f"no request fits above {state.wall:,}" if state.ledger else "no room for a KV cache"
     axes.broken(state.wall or None, None, "past the model's limit" if 0 < state.model_limit == state.wall else cause)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips
     if pinned:
         axes.pinned(pinned.contexts, pinned.concurrency, pinned.max_model_len)
     if not state.right_bytes and state.contexts:
-        counts = [count * state.bytes_per_token / state.counted_bytes for count in state.concurrency]
-        axes.line(state.contexts, counts, ORANGE, dash="6 4")
-        axes.name(state.contexts, counts, "the engine's count", ORANGE)
+        true = [count * state.bytes_per_token / state.counted_bytes for count in state.concurrency]
+        axes.line(state.contexts, true, ORANGE, dash="6 4")
+        axes.name(state.contexts, true, "the engine's count", ORANGE)
     with drawing.answer():
-        if state.at_own_length:
+        if fit := state.at_own_length:
             axes.line(state.contexts, own, GREEN, width=2, dash="2 4")
-            words = "by their own lengths" if drawing.width >= WIDE else "own length"
-            _draw_point(axes, state.max_model_len, state.at_own_length, round(state.at_own_length), words, GREEN)
+            _draw_point(axes, state.max_model_len, fit, f"{round(fit):,} by own length", GREEN)
     pairs = zip(state.contexts, state.concurrency, strict=True)
     tips = [f"{int(count):,} of {context:,} tokens" for context, count in pairs]
     axes.line(state.contexts, state.concurrency, BLUE, tips=tips)
     if state.starts:
-        _draw_point(axes, state.max_model_len, state.tokens / state.max_model_len, state.slots, "reserved", BLUE)
+        _draw_point(axes, state.max_model_len, state.tokens / state.max_model_len, f"{state.slots:,} reserved", BLUE)
 
 
-def _draw_point(axes: Axes, x: float, y: float, count: int, words: str, colour: str) -> None:
-    """Draw a dot, and write its count."""
+def _draw_point(axes: Axes, x: float, y: float, words: str, colour: str) -> None:
+    """Draw a dot, and write its words."""
     point = axes.at(x, y)
     axes.drawing.circle(point, 6, colour)
-    axes.label(point, f"{count:,}" + (" " if axes.drawing.width >= WIDE else "\n") + words, colour)
+    axes.label(point, words if axes.drawing.width >= WIDE else words.replace(" ", "\n", 1), colour)

@@ -23,8 +23,8 @@ from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
 from minivllm_simulate.memory import memory_ledger, num_parameters
 from minivllm_simulate.workloads import FileWorkload, Workload, workload
 
-CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power for power in range(7, 19))]))
-"""256 to 1M tokens, two to a doubling."""
+CONTEXTS = tuple(sorted([*(2**power for power in range(8, 19)), *(3 * 2**power for power in range(7, 17))]))
+"""256 to 256K tokens, two to a doubling: up to the longest context of a known model."""
 SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
 MOST_SLOTS_DRAWN = 100
 PATIENCE = 1.0
