@@ -4,9 +4,8 @@ and below it the two wastes of a block size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.shell.plot import MARGIN, ROW, VALUE, WIDE, Axes, Scale, counted, hidden_note
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED
+from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED, WORDS
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
@@ -30,6 +29,7 @@ between a table and the pool.
 """
 ROOMY = 1.4 * SMALL
 """Pixels above which a block is wide enough for two characters."""
+PLAIN, RIM = f'fill="{INK}"', f'stroke="{CARD}" stroke-width="4" paint-order="stroke"'
 MODELLED = "Modelled for one KV head without a cache: an entry has 4 bytes, but fetches a whole piece of memory."
 
 
@@ -106,8 +106,7 @@ def _read(axes: Axes, state: State) -> None:
 def _valley(axes: Axes, state: State) -> None:
     """Mark the cheapest block size that a kernel takes."""
     x, y = axes.at(state.valley, state.empty[state.valley])
-    tip = "Held in vain and fetched in vain, both per byte needed, are least here."
-    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN, tip=tip))
+    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN))
     words = f"cheapest ≥ {DEFAULT}"
     axes.drawing.text((x, axes.box.bottom + 33), words, size=SMALL, colour=GREEN, anchor="middle", bold=True)
 
@@ -164,18 +163,22 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
     for request, marks in _layered(drawing, owned):
         _draw_owned(drawing, request, marks, places)
-    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled, holding.tables))
+    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled))
     for _, marks in _layered(drawing, filled):
         paths = [_slots(places[block], value[1], size) for block, value in marks]
         drawing.add(f'<path d="{"".join(paths)}" fill="{BLUE}" pointer-events="none"/>')
-        for place, tables in [(places[block], value[2]) for block, value in marks if value[2] > 1]:
-            at = place.x + place.width / 2, place.y + NUMBER + SLOTS / 2
-            words = f"×{tables}"[place.width < 1.7 * SMALL :]
-            drawing.last(partial(drawing.text, at, words, size=SMALL, anchor="middle", bold=True, halo=True))
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
-    for block, place in enumerate(places):
-        if place.width > ROOMY:
-            drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
+    shared = _layers(seen, play.num_blocks, lambda holding: holding.tables > 1 and (holding.request, holding.tables))
+    for _, marks in _layered(drawing, shared):
+        counts = [(places[block], f"×{tables}"[places[1].width < 1.7 * SMALL :]) for block, (_, tables) in marks]
+        _write(drawing, counts, NUMBER + SLOTS / 2, f'{PLAIN} font-weight="600" {RIM}')
+    _write(drawing, [(place, str(block)) for block, place in enumerate(places) if place.width > ROOMY], 13)
+
+
+def _write(drawing: Drawing, words: Iterable[tuple[Box, str]], down: float, style: str = PLAIN) -> None:
+    """Write words in the middle of their boxes, `down` pixels below the tops, as one group of equal texts."""
+    marks = [f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + down:g}">{content}</text>' for box, content in words]
+    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
@@ -214,14 +217,16 @@ def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Calla
 
 def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]], places: Sequence[Box]) -> None:
     for block, (_, entry, fault) in marks:
-        place, owner = places[block], f"request {request}, entry {entry}" if request else "in no table"
-        tip, middle = f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""), place.x + place.width / 2
-        drawing.rect(place, ORANGE, tip=tip)
-        drawing.rect(replace(place, height=NUMBER), VERMILLION if fault else RESERVED, tip=tip)
-        if request and place.width > ROOMY:
-            drawing.text((middle, place.y + 26), f"R{request}", size=SMALL, colour=QUIET, anchor="middle")
-        if fault:
-            drawing.text((middle, place.bottom + 13), "✕", colour=VERMILLION, anchor="middle", bold=True)
+        owner = f"request {request}, entry {entry}" if request else "in no table"
+        drawing.rect(places[block], ORANGE, tip=f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""))
+    for faulty, fill in ((False, RESERVED), (True, VERMILLION)):
+        heads = [replace(places[block], height=NUMBER) for block, value in marks if bool(value[2]) is faulty]
+        if heads:
+            drawing.add(f'<path d="{"".join(map(_outline, heads))}" fill="{fill}" pointer-events="none"/>')
+            names = [(head, f"R{request}") for head in heads if request and head.width > ROOMY]
+            _write(drawing, names, 26, f'fill="{QUIET}"')
+            wrong = f'fill="{WORDS[VERMILLION]}" font-weight="600"'
+            _write(drawing, [(head, "✕") for head in heads if faulty], NUMBER + SLOTS + 13, wrong)
 
 
 _Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
@@ -314,9 +319,7 @@ def _draw_table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, 
     drawing.text((boxes[-1].right + 8, top + 14), name, size=SMALL, bold=True)
     tip = f"{name}: its block table is {', '.join(map(str, blocks))}"
     drawing.add(f'<path d="{"".join(map(_outline, boxes))}" fill="{RESERVED}" stroke="{INK}" data-tip="{tip}"/>')
-    at = [f'x="{box.x + box.width / 2:.1f}" y="{top + 14:g}"' for box in boxes if each >= 19]
-    numbers = "".join(f"<text {place}>{block}</text>" for place, block in zip(at, blocks, strict=False))
-    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" fill="{INK}">{numbers}</g>')
+    _write(drawing, [(box, str(block)) for box, block in zip(boxes, blocks, strict=True) if each >= 19], 14)
     marks = [_link(box, places[block]) for box, block in zip(boxes, blocks, strict=True)]
     marks += [_outline(places[block]) for block in blocks]
     drawing.add(f'<path d="{"".join(marks)}" fill="none" stroke="{INK}" stroke-width="1.5" pointer-events="none"/>')
