@@ -30,7 +30,7 @@ WHERE = 0.35
 def draw_ways(drawing: Drawing, state: State) -> float:
     """Draw the stored scores and the tiles side by side, with the bytes of both; return the y below."""
     full, beside = drawing.width - 2 * EDGE, drawing.width >= WIDE
-    wide = min(190, 0.31 * full) if beside else (full - GAP) / 2
+    wide = min(190, 0.29 * full) if beside else (full - GAP) / 2
     bottom = max(_draw_stored(drawing, EDGE, wide, state), _draw_tiles(drawing, EDGE + wide + GAP, wide, state))
     left = EDGE + 2 * (wide + GAP)
     if beside:
