@@ -46,9 +46,9 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 def detail(state: State, width: float = 640, pinned: State | None = None) -> str:
     """Draw one row of scores, tile by tile."""
-    drawing = Drawing(width, 334, "Tile by tile", captions(state)[-1])
+    drawing = Drawing(width, 0, "Tile by tile", captions(state)[-1])
     drawing.play(captions(state))
-    draw_row(drawing, Box(EDGE, 0, width - 2 * EDGE, 328), state)
+    draw_row(drawing, state)
     return drawing.render()
 
 
@@ -62,13 +62,12 @@ def _draw_sweep(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     y = Scale(min(curves) * 0.7, max(curves) * 1.7, log=True)  # room for words above and below
     axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.4, log=True), y)
     count, ticks = "{:,.0f}".format, axes.x.doublings()[::2]
-    y_ticks = y.doublings(99)[::-2]
-    axes.frame("queries per tile", "", y_format=size, y_ticks=y_ticks, x_ticks=ticks, x_format=count)
+    axes.frame("queries per tile", "", y_format=size, y_ticks=y.doublings(99)[::-2], x_ticks=ticks, x_format=count)
     _draw_limits(axes, state)
     with drawing.answer():
         if state.queries[0] < state.few < state.launched:  # otherwise the whole axis is broken already
             _draw_zone(axes, None, state.few, "K, V read too often")
-        axes.mark_y(state.naive.moved, NAIVE, ORANGE)
+        axes.mark_y(state.naive.moved, "all scores", ORANGE)
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)
     with drawing.answer():
@@ -84,8 +83,7 @@ def _draw_limits(axes: Axes, state: State) -> None:
     if launched < last:
         _draw_zone(axes, launched, None, "no launch")
     if kept < min(launched, last):
-        tip = f"Above {state.kept} queries, O and the scores outgrow the registers, so the compiler spills (modelled)."
-        tip += " The bytes of the spills are not counted here."
+        tip = f"Above {state.kept} queries, O and the scores outgrow the registers; bytes of spills are not counted."
         _draw_zone(axes, kept, min(launched, last), "registers spill", tip)
 
 
@@ -112,7 +110,7 @@ def _draw_curve(axes: Axes, state: State, moved: Sequence[int]) -> None:
     axes.line(state.queries[:end], moved[:end], SKY, width=3, tips=[_tip(state, index) for index in range(end)])
     _draw_own_tile(axes, state)
     if end:
-        axes.label(axes.at(state.queries[5], moved[5]), "tiles", SKY)
+        axes.name(state.queries[2:5], moved[2:5], "tiles", SKY)
     if state.launches:
         axes.points([state.block_q], [state.tiled.moved], SKY, radius=5.5)
 
@@ -125,7 +123,8 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
         tip = f"FlashAttention's own tile here: {block_q} queries × {block_k} keys (hopper/tile_size.h)."
         moved = state.by_queries[state.queries.index(block_q)].moved
         axes.points([block_q], [moved], GREEN, tips=[tip])
-        axes.label(axes.at(block_q, moved), "FlashAttention", GREEN)
+        x, y = axes.at(block_q, moved)
+        axes.label((x - 14, y + 4), "FlashAttention", GREEN, bold=False)
 
 
 def _tip(state: State, index: int) -> str:

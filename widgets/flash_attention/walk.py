@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm_lab.drawing import QUIET, Point, text_width
-from minivllm_lab.palette import BLUE, INK, ORANGE, PALE, SKY, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
 from widgets.shell.plot import Axes, Scale
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from widgets.flash_attention.row import Step
     from widgets.flash_attention.state import State
 
-EDGE, NAMES = 14, 56
-"""Pixels around the picture, and left of the rows for their names."""
+EDGE, NAMES, LARGE = 14, 56, 17
+"""Pixels around the picture, and left of the rows for their names; the text size of the result."""
 
 
 def size(count: float) -> str:
@@ -28,17 +28,12 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-# ---- frames
-
-
-def _last(state: State) -> int:
-    """Return the last frame; frame k is tile k of the row, and frame 0 is before the first."""
-    return len(state.steps)
+# ---- frames; frame k is tile k of the row, and frame 0 is before the first
 
 
 def captions(state: State) -> list[str]:
     """Write a caption for each frame: before the first tile of keys, and after each."""
-    words = ["No key is read yet: m is −∞, and the sums l and O are 0."]
+    words = ["No key is read yet: m is −∞, and sum and output are 0."]
     for tile, step in enumerate(state.steps):
         words.append(f"{step.end} of {len(state.row.scores)} keys are read: {_what_happens(state, tile, step)}")
     return words
@@ -50,31 +45,31 @@ def _what_happens(state: State, tile: int, step: Step) -> str:
     if tile == 0:
         return f"m is {step.got.m:.2f}."
     if step.right_factor < 1:
-        return f"m rises to {step.got.m:.2f}, so the old l and O shrink × {step.right_factor:.3f}."
-    return "no new maximum, so the old sums stay."
+        return f"m rises to {step.got.m:.2f}, so the old sum and output shrink × {step.right_factor:.3f}."
+    return "no new maximum, so the old sum stays."
 
 
 # ---- the row
 
 
-def draw_row(drawing: Drawing, at: Box, state: State) -> None:
-    """Draw the scores of one query with their running maximum, and below each tile the sum l, in which
+def draw_row(drawing: Drawing, state: State) -> None:
+    """Draw the scores of one query with their running maximum, and below each tile the sum, in which
     what was summed before shrinks where the maximum rises.
     """
     scores = state.row.scores
-    drawing.text((at.x, at.y + 18), f"One query's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
-    box = Box(at.x + NAMES, at.y + 28, at.width - NAMES, 132)
+    drawing.text((EDGE, 18), f"One query's scores, {state.steps[0].end} keys a tile", size=HEADING, bold=True)
+    box = Box(EDGE + NAMES, 28, drawing.width - 2 * EDGE - NAMES, 132)
     low, high = min(0.0, *scores), max(0.1, *scores)
     axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
     _draw_maximum(axes, state)
-    words = "Where m rises, the old sum (blue) shrinks; then the tile (orange) adds its own."
+    words = "Where m rises, the old sum (dark) shrinks; then the tile adds its own."
     y = drawing.paragraph((box.x, box.bottom + 24), words, box.width)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
-    sums = Box(box.x, y + 12, box.width, 70)
+    sums = Box(box.x, y + 16, box.width, 70)
     _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.2 * most)), state)
-    with drawing.layer(at=f"{_last(state)} {_last(state)}"):
-        _draw_result(drawing, (at.x, sums.bottom + 42), state)
+    with drawing.layer(at=f"{len(state.steps)} {len(state.steps)}"):
+        drawing.height = _draw_result(drawing, (EDGE, sums.bottom + 50), state) + 16
 
 
 def _draw_name(axes: Axes, y: float, name: str, colour: str) -> None:
@@ -83,7 +78,7 @@ def _draw_name(axes: Axes, y: float, name: str, colour: str) -> None:
 
 def _draw_bars(axes: Axes, state: State) -> None:
     row = state.row
-    last = _last(state)
+    last = len(state.steps)
     wide = axes.box.width / len(row.scores)
     zero = axes.at(0, 0)[1]
     _draw_name(axes, zero, "scores", QUIET)
@@ -103,7 +98,7 @@ def _draw_bars(axes: Axes, state: State) -> None:
 
 def _draw_maximum(axes: Axes, state: State) -> None:
     """Draw the running maximum as a staircase that grows with the frames."""
-    last = _last(state)
+    last = len(state.steps)
     before = -math.inf
     for tile, step in enumerate(state.steps):
         if not math.isfinite(step.got.m):
@@ -124,11 +119,12 @@ def _draw_maximum(axes: Axes, state: State) -> None:
 
 
 def _draw_sums(axes: Axes, state: State) -> None:
-    """Draw the sum l after each tile: the old part, which may have shrunk, and the tile's own."""
+    """Draw the sum after each tile: the old part, which may have shrunk, and the tile's own."""
     drawing, box = axes.drawing, axes.box
-    _draw_name(axes, box.bottom + 17, "sum l", BLUE)
+    _draw_name(axes, box.bottom + 17, "sum", BLUE)
     drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
-    before, last = 0.0, _last(state)
+    before, last = 0.0, len(state.steps)
+    steepest = min(range(1, last), key=lambda tile: state.steps[tile].right_factor)
     for tile, step in enumerate(state.steps):
         (left, bottom), (right, _) = axes.at(step.first, 0), axes.at(step.end, 0)
         with drawing.layer(at=f"{tile + 1} {last}"):
@@ -136,42 +132,45 @@ def _draw_sums(axes: Axes, state: State) -> None:
                 drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN, tip=_wrong_tip(tile, step))
             tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
             if all(map(math.isfinite, tops)):
-                _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile)
+                _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile, last)
+            if tile == steepest and step.factor < 0.995 and not step.wrong:
+                words = f"old sum ×{step.factor:.2f} = e^({state.steps[tile - 1].got.m:.2f} − {step.got.m:.2f})"
+                room = text_width(words, SMALL) * BOLD / 2
+                middle = min(max((left + right) / 2, box.x + room), box.right - room)
+                drawing.text((middle, box.y + 6), words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
             every = math.ceil(26 / (right - left))  # numbers for as many columns as have room, and the last
             if (len(state.steps) - 1 - tile) % every == 0:
                 _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step)
         before = step.got.l
 
 
-def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile: int) -> None:
+def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile: int, last: int) -> None:
     """Draw the old part, the tile's own part on it, and a dashed outline of the old part as it was."""
     old, shrunk, new = tops
-    wide = at.width * 0.5
-    x = at.x + (at.width - wide) / 2
-    tip = f"l after tile {tile + 1}: {step.got.l:.3f}"
+    x, wide = at.x + at.width / 4, at.width / 2
+    tip = f"sum after tile {tile + 1}: {step.got.l:.3f}"
     drawing.rect(Box(x, shrunk, wide, at.y - shrunk), BLUE, tip=f"{tip}; the old part × {step.factor:.3f}")
-    drawing.rect(Box(x, new, wide, shrunk - new), ORANGE, tip=f"{tip}; the tile's own part")
+    own = Box(x, new, wide, shrunk - new)
+    drawing.rect(own, ORANGE, tip=f"{tip}; the tile's own part")
+    if tile + 1 < last:
+        drawing.rect(own, SKY, tip=f"{tip}; the tile's own part", at=f"{tile + 2} {last}")
     if step.factor < 0.995 and tile:
         drawing.rect(Box(x, old, wide, at.y - old), "none", stroke=INK, dash="3 2")
-        words = f"×{step.factor:.2f}"
-        if text_width(words, SMALL) * BOLD + 2 < at.width:
-            place = (at.x + at.width / 2, min(old, new) - 5)
-            drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
 
 
-def _draw_result(drawing: Drawing, place: Point, state: State) -> None:
-    """Compare the result with attention over the whole row at once."""
+def _draw_result(drawing: Drawing, place: Point, state: State) -> float:
+    """Compare the result with attention over the whole row at once; return the y of the last baseline."""
     last = state.steps[-1]
-    at_once, got = last.right.output[0], last.got.output[0]
-    words = f"Output O / l: {_short(got, 60, '+')} in tiles, {at_once:+.3f} at once"
-    mark = (" ✕" if last.wrong else " ✓") * state.own
-    drawing.paragraph(place, words + mark, drawing.width - 2 * EDGE, colour=VERMILLION if last.wrong else QUIET)
+    got, colour = _short(last.got.output[0], 60, "+"), VERMILLION if last.wrong else GREEN
+    words = f"same output, {got}, tile by tile and at once" + " ✓" * state.own
+    if last.wrong:
+        words = f"output {got} ✕, but at once {last.right.output[0]:+.3f}"
+    return drawing.paragraph(place, words, drawing.width - 2 * EDGE, colour=colour, size=LARGE)
 
 
 def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step) -> None:
     wrong = "l" in step.wrong
-    mark = "✕" if wrong and room > 44 else ""
-    words = _short(step.got.l, room - 2 - 12 * bool(mark)) + mark
+    words = _short(step.got.l, room - 2 - 12 * wrong) + "✕" * wrong
     drawing.text((middle, y), words, size=SMALL, colour=VERMILLION if wrong else BLUE, anchor="middle", bold=wrong)
 
 
@@ -187,8 +186,6 @@ def _short(value: float, room: float, sign: str = "") -> str:
     """Format a value with up to 3 decimals, as many as fit into `room` pixels."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    for digits in (3, 2, 1):
-        words = f"{value:{sign}.{digits}f}"
-        if text_width(words, SMALL) <= room:
-            return words
-    return f"{value:{sign}.0f}" if abs(value) < 1e4 else f"{value:.0e}"
+    decimals = (f"{value:{sign}.{digits}f}" for digits in (3, 2, 1))
+    whole = f"{value:{sign}.0f}" if abs(value) < 1e4 else f"{value:.0e}"
+    return next((words for words in decimals if text_width(words, SMALL) <= room), whole)

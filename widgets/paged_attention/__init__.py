@@ -91,7 +91,7 @@ class State:
     @property
     def cost(self) -> Mapping[int, float]:
         """Return what is held in vain and fetched in vain by block size, per byte needed."""
-        return {size: in_vain(self.empty[size], self.extra[size]) for size in self.empty}
+        return {size: empty / (1 - empty) + self.extra[size] for size, empty in self.empty.items()}
 
     @property
     def valley(self) -> int:
@@ -112,11 +112,6 @@ class State:
         fetch / bytes per token).
         """
         return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
-
-
-def in_vain(empty: float, extra: float) -> float:
-    """Add both costs per byte needed; `empty` is a share of the slots held."""
-    return empty / (1 - empty) + extra
 
 
 def sweep(
@@ -218,7 +213,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"{whose} is wrong: {state.play.fault}. Play the pool to see where.", "broken")
     emptiness = f"{percent(empty, state.allowed)} of the held slots empty on average"
     fetched = f"the kernel fetches {percent(extra, state.allowed)} more bytes than it needs"
-    best = f"Cheapest allowed for these requests: {state.valley}."
+    best = f"Of the sizes that a kernel takes, {state.valley} is the cheapest."
     if size < SMALLEST:
         return Verdict(f"{slots(size)}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
     too_empty, too_much_fetched, _ = state.breaks
@@ -283,20 +278,11 @@ def _valley_moves(state: State) -> Progress:
     formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
     too_low = valley < 32
     return progress(
-        f"Cheapest allowed: {valley}; your block size: {state.block_size}. {formula}.",
+        f"Cheapest from {SMALLEST} up: {valley}; your block size: {state.block_size}. {formula}.",
         (not too_low and state.block_size != valley, f"Set the block size to {valley}."),
-        (
-            too_low and KERNELS[state.kernel].per_token,
-            "Use a kernel that looks up once a block: then larger blocks save look-ups.",
-        ),
-        (
-            too_low and state.row_bytes > 64,
-            "Choose a smaller KV head: with fewer bytes per block, look-ups cost more.",
-        ),
-        (
-            too_low and state.kernel != "line",
-            "Use a kernel that fetches 128 bytes: each look-up must serve more tokens.",
-        ),
+        (too_low and KERNELS[state.kernel].per_token, "Look up once a block: then larger blocks save look-ups."),
+        (too_low and state.row_bytes > 64, "Choose a smaller KV head: look-ups cost more beside fewer bytes."),
+        (too_low and state.kernel != "line", "Fetch 128 bytes a look-up: then each must serve more tokens."),
         (too_low and state.samples > 1, "Lower the samples to 1: each has a last block of its own."),
         (too_low, "Choose longer requests: half a block weighs less for them."),
     )

@@ -4,33 +4,33 @@ and below it the two wastes of a block size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm_lab.drawing import text_width
+from minivllm_lab.drawing import Point, text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION, YELLOW
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.shell.plot import MARGIN, ROW, VALUE, WIDE, Axes, Scale, counted, hidden_note
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED
+from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED, WORDS
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
 DEFAULT = 16
 """vLLM's default block size, which is also the smallest that its kernels take."""
-COLUMNS = 4
-"""Slots in a row of a block, whose slots are filled row by row."""
-NUMBER, SLOTS, ENTRY, REACH = 17, 120, 20, 26
-"""The heights in pixels of a block's number, of its slots, of a table's entry, and of the space
+COLUMNS, NARROW = 4, 8
+"""Slots in a row of a block, whose slots are filled row by row, and pixels below which half as many stand in it."""
+NUMBER, SLOTS, ENTRY, REACH = 30, 108, 20, 26
+"""The heights in pixels of a block's number and owner, of its slots, of a table's entry, and of the space
 between a table and the pool.
 """
-MODELLED = (
-    "Modelled, not measured: bytes that warps fetch in whole pieces of memory, for one KV head, without a cache. A "
-    "table entry has 4 bytes but fetches a whole piece. Waiting for it does not count."
-)
+ROOMY = 1.4 * SMALL
+"""Pixels above which a block is wide enough for two characters."""
+PLAIN, RIM = f'fill="{INK}"', f'stroke="{CARD}" stroke-width="4" paint-order="stroke"'
+MODELLED = "Modelled for one KV head without a cache: an entry has 4 bytes, but fetches a whole piece of memory."
 
 
 def percent(share: float, beside: float | None = None) -> str:
@@ -68,15 +68,16 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
     axes.broken(None, DEFAULT, f"No kernel takes fewer than {DEFAULT}")
-    axes.frame("", "wasted", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
+    axes.frame("", "wasted, of slots held or bytes needed", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
     drawing.text((axes.box.x, axes.box.bottom + 33), "block size", size=SMALL, colour=QUIET)
     if pinned:
         axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
-        tips = [f"{slots(size)}: {percent(share)} in vain (modelled)." for size, share in state.extra.items()]
-        axes.line(sizes, extra, PURPLE, width=1.5, tips=tips)
-        axes.name(sizes[:3], extra[:3], "look-ups", PURPLE)
+        inside = [size for size in sizes if state.extra[size] >= axes.y.low]
+        tips = [f"{slots(size)}: {percent(state.extra[size])} in vain (modelled)." for size in inside]
+        axes.line(inside, extra[: len(inside)], PURPLE, width=1.5, tips=tips)
+        axes.name(sizes[:3], extra[:3], "look-up bytes", PURPLE)
     axes.mark_y(state.allowed, f"limit {percent(state.allowed)}")
     with drawing.answer():
         tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
@@ -103,11 +104,11 @@ def _read(axes: Axes, state: State) -> None:
 
 
 def _valley(axes: Axes, state: State) -> None:
-    """Mark the cheapest block size."""
+    """Mark the cheapest block size that a kernel takes."""
     x, y = axes.at(state.valley, state.empty[state.valley])
-    tip = "Held in vain and fetched in vain, both per byte needed, are least here."
-    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN, tip=tip))
-    axes.drawing.text((x, axes.box.bottom + 33), "cheapest", size=SMALL, colour=GREEN, anchor="middle", bold=True)
+    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN))
+    words = f"cheapest ≥ {DEFAULT}"
+    axes.drawing.text((x, axes.box.bottom + 33), words, size=SMALL, colour=GREEN, anchor="middle", bold=True)
 
 
 # ---- the pool and the tables
@@ -120,10 +121,11 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     play, room = state.play, width - 2 * MARGIN
     title = f"{play.num_blocks - 1} blocks of {counted(play.block_size, 'slot')}"
     shorter = f", lengths ÷ {play.shortened}" * (play.shortened > 1)
-    note = f"{counted(state.samples, 'answer')} a request{shorter}"
+    sharing = f" (×{state.samples}: shared)" * (state.samples > 1)
+    note = f"{counted(state.samples, 'answer')} a request{sharing}{shorter}"
     y = drawing.heading((MARGIN, 22), title, note) + 22
-    keys = [Segment("token", 0, BLUE), *[Segment("shared by answers", 0, YELLOW)] * (state.samples > 1)]
-    keys += [Segment("empty end of a last block", 0, ORANGE), Segment("free", 0, IDLE, outlined=True)]
+    keys = [Segment("token", 0, BLUE), Segment("free", 0, IDLE, outlined=True)]
+    keys.append(Segment("empty", 0, ORANGE, draw=lambda at: _draw_empty(drawing, at, play)))
     y = legend(drawing, (MARGIN, y), keys, room) - 6
     followed = list(_followed(play.frames))
     wide, top = room / (play.num_blocks - 1), y + ENTRY + REACH
@@ -138,6 +140,17 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     return places[0].bottom + (REACH + ENTRY) * (state.samples > 1)
 
 
+def _draw_empty(drawing: Drawing, at: Point, play: Play) -> None:
+    """Draw the key of empty slots, with their share of the slots held in each frame."""
+    drawing.rect(Box(at[0] - 6, at[1] - 6, 12, 12), ORANGE, radius=2)
+    held = [[each.filled for each in _holdings(frame, play.block_size).values()] for frame in play.frames]
+    shares = [full and f"{100 - 100 * sum(full) / len(full) / play.block_size:.0f} % here" for full in held]
+    place = at[0] + 17 + text_width("empty", SMALL), at[1] + 4
+    with drawing.answer():
+        for words, first, last in _runs(shares):
+            drawing.text(place, words, size=SMALL, colour=ORANGE, bold=True, at=f"{first} {last}")
+
+
 def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     """Draw every block as free, and draw its slots over it in the frames in which it is held.
 
@@ -150,20 +163,27 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
     for request, marks in _layered(drawing, owned):
         _draw_owned(drawing, request, marks, places)
-    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled, holding.colour))
+    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled))
     for _, marks in _layered(drawing, filled):
-        for colour in {value[2] for _, value in marks}:
-            paths = [_slots(places[block], value[1], size) for block, value in marks if value[2] == colour]
-            drawing.add(f'<path d="{"".join(paths)}" fill="{colour}" pointer-events="none"/>')
+        paths = [_slots(places[block], value[1], size) for block, value in marks]
+        drawing.add(f'<path d="{"".join(paths)}" fill="{BLUE}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
-    for block, place in enumerate(places):
-        if place.width > 1.2 * SMALL:  # two digits fit
-            drawing.text((place.x + place.width / 2, place.y + 13), str(block), size=SMALL, anchor="middle")
+    shared = _layers(seen, play.num_blocks, lambda holding: holding.tables > 1 and (holding.request, holding.tables))
+    for _, marks in _layered(drawing, shared):
+        counts = [(places[block], f"×{tables}"[places[1].width < 1.7 * SMALL :]) for block, (_, tables) in marks]
+        _write(drawing, counts, NUMBER + SLOTS / 2, f'{PLAIN} font-weight="600" {RIM}')
+    _write(drawing, [(place, str(block)) for block, place in enumerate(places) if place.width > ROOMY], 13)
+
+
+def _write(drawing: Drawing, words: Iterable[tuple[Box, str]], down: float, style: str = PLAIN) -> None:
+    """Write words in the middle of their boxes, `down` pixels below the tops, as one group of equal texts."""
+    marks = [f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + down:g}">{content}</text>' for box, content in words]
+    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
     """Return the slots in a row of a block, and a slot's width and height in pixels."""
-    columns = min(size, COLUMNS)
+    columns = min(size, COLUMNS if place.width > NARROW * COLUMNS else COLUMNS // 2)
     return columns, place.width / columns, SLOTS * columns / size
 
 
@@ -203,9 +223,10 @@ def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]]
         heads = [replace(places[block], height=NUMBER) for block, value in marks if bool(value[2]) is faulty]
         if heads:
             drawing.add(f'<path d="{"".join(map(_outline, heads))}" fill="{fill}" pointer-events="none"/>')
-        for head in heads if faulty else ():
-            place = head.x + head.width / 2, head.y + NUMBER + SLOTS + 13
-            drawing.text(place, "✕", colour=VERMILLION, anchor="middle", bold=True)
+            names = [(head, f"R{request}") for head in heads if request and head.width > ROOMY]
+            _write(drawing, names, 26, f'fill="{QUIET}"')
+            wrong = f'fill="{WORDS[VERMILLION]}" font-weight="600"'
+            _write(drawing, [(head, "✕") for head in heads if faulty], NUMBER + SLOTS + 13, wrong)
 
 
 _Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
@@ -227,23 +248,23 @@ class _Holding(NamedTuple):
     """The entry in the table, from 0."""
     filled: int
     """Slots that hold a token."""
-    colour: str
-    """The colour of its tokens."""
+    tables: int
+    """The tables that it is in."""
     fault: str
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
     """Map each block to its holder in one frame."""
     faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
-    holdings = {block: _Holding(0, 0, 0, "", words) for block, words in faults.items()}
+    holdings = {block: _Holding(0, 0, 0, 0, words) for block, words in faults.items()}
     for table in frame.tables:
         for entry, block in enumerate(table.blocks):
             filled = min(max(table.tokens - entry * block_size, 0), block_size)
             before = holdings.get(block)
             if before and before.request == table.request:
-                holdings[block] = before._replace(filled=max(before.filled, filled), colour=YELLOW)
+                holdings[block] = before._replace(filled=max(before.filled, filled), tables=before.tables + 1)
             else:
-                holdings[block] = _Holding(table.request, entry, filled, BLUE, faults.get(block, ""))
+                holdings[block] = _Holding(table.request, entry, filled, 1, faults.get(block, ""))
     return holdings
 
 
@@ -298,9 +319,7 @@ def _draw_table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, 
     drawing.text((boxes[-1].right + 8, top + 14), name, size=SMALL, bold=True)
     tip = f"{name}: its block table is {', '.join(map(str, blocks))}"
     drawing.add(f'<path d="{"".join(map(_outline, boxes))}" fill="{RESERVED}" stroke="{INK}" data-tip="{tip}"/>')
-    at = [f'x="{box.x + box.width / 2:.1f}" y="{top + 14:g}"' for box in boxes if each >= 19]
-    numbers = "".join(f"<text {place}>{block}</text>" for place, block in zip(at, blocks, strict=False))
-    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" fill="{INK}">{numbers}</g>')
+    _write(drawing, [(box, str(block)) for box, block in zip(boxes, blocks, strict=True) if each >= 19], 14)
     marks = [_link(box, places[block]) for box, block in zip(boxes, blocks, strict=True)]
     marks += [_outline(places[block]) for block in blocks]
     drawing.add(f'<path d="{"".join(marks)}" fill="none" stroke="{INK}" stroke-width="1.5" pointer-events="none"/>')

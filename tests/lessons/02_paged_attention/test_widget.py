@@ -55,7 +55,7 @@ test_verdicts = harness.verdict_test(
     widget.sweep,
     [
         ({}, "broken", "Blocks of 32", "10 % allowed"),
-        ({"block_size": 16}, "fine", "Blocks of 16", "9.3 % of the held slots", "Cheapest allowed"),
+        ({"block_size": 16}, "fine", "Blocks of 16", "9.3 % of the held slots", "16 is the cheapest"),
         ({"block_size": 8}, "broken", "Blocks of 8", "no kernel in vLLM takes fewer than 16"),
         ({"kernel": "line", "row_bytes": 64, "allowed": 0.02}, "broken", "4.3 % more bytes", "2 % allowed"),
         ({"block_size": 512}, "broken", "10 % allowed"),

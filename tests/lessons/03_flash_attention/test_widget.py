@@ -96,7 +96,7 @@ def test_the_tile_is_drawn_and_a_line_for_the_keys_that_some_programs_read(knobs
     read = [float(line) for line in re.findall(r"h([\d.]+)", lines)]
     seen = [seen for _, seen in attention_traffic.flash_programs(state.length, state.block_q, state.block_k)]
     each = len(seen) // len(read)
-    assert f">each line: K, V read {each:,} time" in picture
+    assert f">each line: {each:,} tile" in picture
     assert read == pytest.approx([pixels * keys for keys in seen[each - 1 :: each]], abs=0.1)
 
 
