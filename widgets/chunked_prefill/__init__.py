@@ -104,18 +104,13 @@ def command(state: State) -> str:
         f"--goodput ttft:{state.ttft * 1e3:g}"
         for label, length, part in loads
     ]
-    first = (
-        ["# Prefill first was vLLM V0's policy; today there is no flag for it."] if serving.policy == "first" else []
+    first = ["# Prefill first was vLLM V0's policy; today there is no flag for it."] * (serving.policy == "first")
+    served = (
+        f"vllm serve {name} --max-num-batched-tokens {state.budget} --max-num-seqs {SEATS} "
+        f"--max-model-len {serving.longest}{cap}{whole}"
     )
-    return "\n".join(
-        [
-            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. Two loads at once:",
-            *bench,
-            *first,
-            f"vllm serve {name} --max-num-batched-tokens {state.budget} --max-num-seqs {SEATS} "
-            f"--max-model-len {serving.longest}{cap}{whole}",
-        ]
-    )
+    refuses = "; it refuses to start" * state.refused
+    return "\n".join([f"# On one {serving.gpu.name}{refuses}. Two loads at once:", *bench, *first, served])
 
 
 # ---- the challenges

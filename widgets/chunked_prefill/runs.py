@@ -229,11 +229,8 @@ class Serving:
         """Return the time span to draw, which begins just before a long prompt arrives in the
         middle of the run.
         """
-        longs = [
-            at
-            for at, request in zip(self.arrivals[:COUNTED], self.lengths, strict=False)
-            if request.prompt_tokens > CHAT
-        ]
+        counted = zip(self.arrivals[:COUNTED], self.lengths, strict=False)
+        longs = [at for at, request in counted if request.prompt_tokens > CHAT]
         wide = WINDOW * self.alone(self.longest)
         start = max(0.0, longs[len(longs) // 2] - wide / 8)
         return start, start + wide

@@ -60,16 +60,6 @@ class State:
     error: float
     """The model's median error on published measurements."""
 
-    @property
-    def alpha(self) -> float:
-        """Return the acceptance of the first draft."""
-        return self.one.rates[0]
-
-    @property
-    def context(self) -> int:
-        """Return the number of tokens in each request."""
-        return self.one.context
-
     @cached_property
     def speedup(self) -> float:
         """Return the speed-up over decoding without drafts."""
