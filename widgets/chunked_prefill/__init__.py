@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.load_sweep import within
-from widgets.chunked_prefill.figure import cause_words, figure
+from widgets.chunked_prefill.figure import budget_words, cause_words, figure
 from widgets.chunked_prefill.runs import ANSWER, CHAT, SEATS, Point
 from widgets.chunked_prefill.state import (
     ALL_GAPS,
@@ -132,14 +132,8 @@ def _progress(state: State, rules: list[Rule], met: bool, words: str, advice: st
 
 
 def _words(state: State) -> str:
-    if not state.known or state.refused:
-        return f"Budget {state.budget:,}."
-    point = state.points[state.budget]
-    return (
-        f"Budget {state.budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
-        f"for a token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
-        f"their first token within {seconds(state.first(state.budget))}."
-    )
+    served = state.known and not state.refused
+    return budget_words(state, state.budget) if served else f"Budget {state.budget:,}."
 
 
 def _valley(state: State) -> Progress:

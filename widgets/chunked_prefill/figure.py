@@ -81,7 +81,7 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
             axes.points([state.budget], [state.waited(state.budget)], BLUE)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
-        axes.tips(state.run, lambda budget: _tip(state, budget))
+        axes.tips(state.run, lambda budget: budget_words(state, budget))
 
 
 def _draw_curve(axes: Axes, state: State, ys: Sequence[float], words: str, colour: str, down: float) -> None:
@@ -147,11 +147,11 @@ def cause_words(state: State, cause: str, budget: int) -> str:
     }.get(cause, "")
 
 
-def _tip(state: State, budget: int) -> str:
-    point = state.points[budget]
+def budget_words(state: State, budget: int) -> str:
+    """Describe the waiting times with a budget."""
+    point, first = state.points[budget], seconds(state.first(budget))
     return (
-        f"Budget {budget:,}: {percent(CLIENTS)} of the clients never wait more than "
-        f"{seconds(point.longest_gap(CLIENTS))} for a token, and {percent(ALL_GAPS)} of all gaps are within "
-        f"{seconds(point.gap(ALL_GAPS))}. {percent(CLIENTS)} of the long prompts have their first token within "
-        f"{seconds(state.first(budget))}."
+        f"Budget {budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} for a "
+        f"token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and {percent(CLIENTS)} of long "
+        f"prompts have their first token within {first}."
     )

@@ -217,12 +217,7 @@ DRAFTER_NAMES = [
     ("a small model", "small"),
     ("a larger model", "large"),
 ]
-RECORDED_NAMES = [
-    ("no, use the slider", "none"),
-    ("n-grams", "ngram"),
-    ("a draft model", "draft_model"),
-    ("EAGLE-3", "eagle3"),
-]
+RATES = [("no, use the slider", "none"), ("n-grams", "ngram"), ("a draft model", "draft_model"), ("EAGLE-3", "eagle3")]
 KNOBS = {
     "The batch": {
         "batch": steps("Batch", list(BATCHES), START["batch"], "requests that decode together"),
@@ -233,7 +228,7 @@ KNOBS = {
         "alpha": slider(
             "Acceptance", 0.2, 0.95, 0.05, START["alpha"], "α: chance that a draft passes if all before it passed"
         ),
-        "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "as counted with lesson 07's model, k = 3"),
+        "recorded": choice("Recorded", RATES, START["recorded"], "as counted with lesson 07's model, k = 3"),
         "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "sets the drafts' cost and memory"),
         "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "only for “Draft by draft”"),
     },
