@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
 from minivllm_simulate.load_sweep import within
-from widgets.chunked_prefill.figure import cause_words, figure
+from widgets.chunked_prefill.figure import budget_words, cause_words, figure
 from widgets.chunked_prefill.runs import ANSWER, CHAT, SEATS, Point
 from widgets.chunked_prefill.state import (
     ALL_GAPS,
@@ -104,18 +104,13 @@ def command(state: State) -> str:
         f"--goodput ttft:{state.ttft * 1e3:g}"
         for label, length, part in loads
     ]
-    first = (
-        ["# Prefill first was vLLM V0's policy; today there is no flag for it."] if serving.policy == "first" else []
+    first = ["# Prefill first was vLLM V0's policy; today there is no flag for it."] * (serving.policy == "first")
+    served = (
+        f"vllm serve {name} --max-num-batched-tokens {state.budget} --max-num-seqs {SEATS} "
+        f"--max-model-len {serving.longest}{cap}{whole}"
     )
-    return "\n".join(
-        [
-            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. Two loads at once:",
-            *bench,
-            *first,
-            f"vllm serve {name} --max-num-batched-tokens {state.budget} --max-num-seqs {SEATS} "
-            f"--max-model-len {serving.longest}{cap}{whole}",
-        ]
-    )
+    refuses = "; it refuses to start" * state.refused
+    return "\n".join([f"# On one {serving.gpu.name}{refuses}. Two loads at once:", *bench, *first, served])
 
 
 # ---- the challenges
@@ -137,14 +132,8 @@ def _progress(state: State, rules: list[Rule], met: bool, words: str, advice: st
 
 
 def _words(state: State) -> str:
-    if not state.known or state.refused:
-        return f"Budget {state.budget:,}."
-    point = state.points[state.budget]
-    return (
-        f"Budget {state.budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} "
-        f"for a token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and long prompts have "
-        f"their first token within {seconds(state.first(state.budget))}."
-    )
+    served = state.known and not state.refused
+    return budget_words(state, state.budget) if served else f"Budget {state.budget:,}."
 
 
 def _valley(state: State) -> Progress:

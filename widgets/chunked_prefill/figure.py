@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
-from minivllm_lab.palette import BLUE, GREEN, ORANGE
+from minivllm_lab.drawing import text_width
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps, two_digits
 from widgets.shell.plot import MARGIN, Axes, Scale, figures, percent, seconds, tokens
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing
+from widgets.shell.theme import BROKEN, CARD
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -32,10 +36,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{tokens(serving.longest)} tokens{POLICIES[serving.policy]}; modelled"
     )
     with drawing.layer(tip=f"{state.error} against published runs" if state.error else ""):
-        y = draw_steps(drawing, state, note) + 46
+        y = draw_steps(drawing, state, note) + 42
     waited = two_digits(state.waited(state.budget)) if state.budget in state.points else "–"
     drawing.number((MARGIN, y), waited, GAPS[state.judged], BLUE)
-    box = Box(60, y + 16, width - 60 - MARGIN, 150)
+    box = Box(60, y + 30, width - 60 - MARGIN, 150)
     _draw_waits(Axes(drawing, box, BUDGET, _scale(state)), state, pinned)
     drawing.height = box.bottom + 42
     return drawing.render()
@@ -54,7 +58,7 @@ def _scale(state: State) -> Scale:
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     name = "token budget per step (max_num_batched_tokens)"
-    ticks = [tick for tick in TICKS if not 0.5 < tick / state.budget < 2]
+    ticks = [tick for tick in TICKS if abs(axes.at(tick, 1)[0] - axes.at(state.budget, 1)[0]) > 45]
     axes.frame(name, "", x_ticks=ticks, x_format=tokens, y_format=seconds)
     here = min(axes.at(state.budget, 1)[0], axes.box.right - 14), axes.box.bottom + 18
     axes.drawing.text(here, f"{state.budget:,}", size=SMALL, anchor="middle", bold=True)
@@ -62,26 +66,31 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     if pinned and pinned.points:
         axes.pinned(pinned.run, [pinned.first(budget) for budget in pinned.run], pinned.budget)
         axes.pinned(pinned.run, [pinned.waited(budget) for budget in pinned.run], pinned.budget)
-    budgets = state.run
     axes.mark_y(state.gap, f"limit {seconds(state.gap)}", BLUE)
     axes.mark_y(state.ttft, f"limit {seconds(state.ttft)}", ORANGE)
-    firsts = [state.first(budget) for budget in budgets]
-    axes.line(budgets, firsts, ORANGE)
-    axes.name(budgets[4:], firsts[4:], "first token", ORANGE)
+    firsts, waits = ([time(budget) for budget in state.run] for time in (state.first, state.waited))
+    below = (15, -5) if waits[-1:] > firsts[-1:] else (-5, 15)
+    _draw_curve(axes, state, firsts, "first token", ORANGE, below[0])
     with axes.drawing.answer():
-        waits = [state.waited(budget) for budget in budgets]
-        axes.line(budgets, waits, BLUE)
-        axes.name(budgets, waits, "gap", BLUE)
-        if state.judged == "gaps":
-            hidden = [state.points[budget].longest_gap(CLIENTS) for budget in budgets]
-            axes.line(budgets, hidden, BLUE, width=1.8, dash="2 4")
-            if budgets:
-                axes.label(axes.at(budgets[-1], hidden[-1]), "longest gap", BLUE, bold=False)
+        _draw_curve(axes, state, waits, "gap", BLUE, below[1])
+        if state.judged == "gaps" and state.run:
+            hidden = [state.points[budget].longest_gap(CLIENTS) for budget in state.run]
+            axes.line(state.run, hidden, BLUE, width=1.8, dash="2 4")
+            axes.label(axes.at(state.run[-1], hidden[-1]), "longest gap", BLUE, bold=False)
         if state.budget in state.points:
             axes.points([state.budget], [state.waited(state.budget)], BLUE)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
-        axes.tips(state.run, lambda budget: _tip(state, budget))
+        axes.tips(state.run, lambda budget: budget_words(state, budget))
+
+
+def _draw_curve(axes: Axes, state: State, ys: Sequence[float], words: str, colour: str, down: float) -> None:
+    """Draw a curve over the budgets, with its name above or below its right end."""
+    axes.line(state.run, ys, colour)
+    for budget in state.run[-1:]:
+        (x, y), halo = axes.at(budget, ys[-1]), BROKEN if state.causes(budget) else CARD
+        place = max(x - 4, axes.box.x + BOLD * text_width(words, SMALL)), max(y + down, axes.box.y + 14)
+        axes.drawing.text(place, words, size=SMALL, colour=colour, anchor="end", bold=True, halo=halo)
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -91,8 +100,17 @@ def _draw_broken(axes: Axes, state: State) -> None:
     with axes.drawing.answer():
         for span in state.stalled:
             axes.broken(*span, f"stalls over {seconds(state.gap)}")
-    for span in (*state.stopped, *state.late):
+    for span in state.stopped:
         axes.broken(*span, late_words(state, span))
+    for span in state.late:
+        words = late_words(state, span)
+        axes.shade(*span, words)
+        left, right = (axes.at(edge or end, 1)[0] for edge, end in zip(span, (axes.x.low, axes.x.high), strict=True))
+        words = re.split("[:,]", words)[0]
+        wide = BOLD * text_width(words, SMALL)
+        x = min(max((left + right - wide) / 2, MARGIN), axes.box.right - wide)
+        axes.drawing.text((x, axes.box.y - 7), words, size=SMALL, colour=VERMILLION, bold=True)
+        axes.drawing.line((left, axes.box.y), (right, axes.box.y), VERMILLION, width=4)
         if state.queue_at(span[1]):
             axes.without_end(span[1] or 0, state.ttft)
     with axes.drawing.answer():
@@ -129,11 +147,11 @@ def cause_words(state: State, cause: str, budget: int) -> str:
     }.get(cause, "")
 
 
-def _tip(state: State, budget: int) -> str:
-    point = state.points[budget]
+def budget_words(state: State, budget: int) -> str:
+    """Describe the waiting times with a budget."""
+    point, first = state.points[budget], seconds(state.first(budget))
     return (
-        f"Budget {budget:,}: {percent(CLIENTS)} of the clients never wait more than "
-        f"{seconds(point.longest_gap(CLIENTS))} for a token, and {percent(ALL_GAPS)} of all gaps are within "
-        f"{seconds(point.gap(ALL_GAPS))}. {percent(CLIENTS)} of the long prompts have their first token within "
-        f"{seconds(state.first(budget))}."
+        f"Budget {budget:,}: {percent(CLIENTS)} of clients wait at most {seconds(point.longest_gap(CLIENTS))} for a "
+        f"token, {percent(ALL_GAPS)} of gaps are within {seconds(point.gap(ALL_GAPS))}, and {percent(CLIENTS)} of long "
+        f"prompts have their first token within {first}."
     )

@@ -43,10 +43,6 @@ LEAST_STEP = 64
 """The smallest step, in tokens, in the search for the best rate."""
 WINDOW = 3.0
 """The time that is drawn, as a multiple of what a long prompt takes alone in one piece."""
-POLICIES = ("mixed", "whole", "first")
-"""Chunks beside decodes; prompts that are never cut; or prompts alone in a step, before all
-decodes (vLLM's V0).
-"""
 Caps = tuple[ChunkLimit | None, RunningTokens | None, AdmittedTokens | None]
 """The reader's functions of exercise 10; None keeps the engine's."""
 
@@ -229,11 +225,8 @@ class Serving:
         """Return the time span to draw, which begins just before a long prompt arrives in the
         middle of the run.
         """
-        longs = [
-            at
-            for at, request in zip(self.arrivals[:COUNTED], self.lengths, strict=False)
-            if request.prompt_tokens > CHAT
-        ]
+        counted = zip(self.arrivals[:COUNTED], self.lengths, strict=False)
+        longs = [at for at, request in counted if request.prompt_tokens > CHAT]
         wide = WINDOW * self.alone(self.longest)
         start = max(0.0, longs[len(longs) // 2] - wide / 8)
         return start, start + wide

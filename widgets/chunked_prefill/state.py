@@ -137,7 +137,8 @@ def sweep(
     Args:
         budget: max_num_batched_tokens, at the handle.
         threshold: long_prefill_token_threshold; 0 is off.
-        policy: "mixed", "whole" or "first", as `runs.POLICIES` says.
+        policy: "mixed", chunks beside decodes; "whole", prompts that are never cut; or "first", prompts alone in a
+            step, before all decodes (vLLM's V0).
         load: Requests a second.
         long: The share of long requests.
         prompt: Tokens in a long request, including its answer.

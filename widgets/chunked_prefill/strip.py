@@ -11,12 +11,12 @@ from minivllm_lab.palette import BLUE, INK, ORANGE
 from minivllm_simulate.cost_model import StepShape
 from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, percent, seconds, tokens
-from widgets.shell.strip import draw_title, frame_ends, frames_from
+from widgets.shell.plot import MARGIN, Axes, Scale, balanced, counted, hidden_note, percent, seconds, tokens
+from widgets.shell.strip import draw_times, draw_title, frame_ends, frames_from
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment
 from widgets.shell.theme import BROKEN, MID
 
-TITLE = "Each step is a bar"
+TITLE = "Each step is a bar, as wide as its time"
 MOST_STEPS = 120
 COLOURS = (BLUE, ORANGE, MID)
 
@@ -37,25 +37,26 @@ def draw_steps(drawing: Drawing, state: State, note: str) -> float:
     keys = [Segment("decodes", 0, BLUE), Segment("prompts", 0, ORANGE)]
     keys += [Segment("steps before", 0, MID)] * any(before > 0 for *_, before in parts)
     y = drawing.paragraph((MARGIN, draw_title(drawing, TITLE, keys, 23) + 18), note, wide)
-    box = Box(60, y + 32, drawing.width - 60 - MARGIN, 126)
+    box = Box(60, y + 32, drawing.width - 60 - MARGIN, 116)
     tallest = max(map(sum, parts), default=0.0)
-    axes = Axes(drawing, box, Scale(0, max(len(strip), 1)), Scale(0, 1.25 * max(1.4 * state.gap, tallest)))
+    across = Scale(strip[0].start, strip[-1].end) if strip else Scale(*state.serving.window)
+    axes = Axes(drawing, box, across, Scale(0, 1.25 * max(1.4 * state.gap, tallest)))
     ticks = [0.0] * (state.gap > 0.12 * axes.y.high) + [state.gap] + [tallest] * (tallest > 1.3 * state.gap)
     axes.frame(
-        "", "gap: the wait for the next token", x_format=lambda value: f"{'step ' * (not value)}{value:g}",
-        y_ticks=ticks, y_format=lambda value: two_digits(value) if value else "0",
+        "", "gap: the wait for the next token", x_ticks=(), y_ticks=ticks,
+        y_format=lambda value: two_digits(value) if value else "0",
     )  # fmt: skip
+    bottom = draw_times(drawing, box, across)
     with drawing.answer():
         top = axes.at(0, state.gap)[1]
         drawing.rect(Box(box.x, box.y, box.width, top - box.y), BROKEN)
-        across = Scale(state.serving.window[0], strip[-1].end if strip else state.serving.window[1])
-        for at, steps in groupby(enumerate(strip), key=lambda each: frames_from(each[1].end, across)):
+        for at, steps in groupby(zip(strip, parts, strict=True), key=lambda each: frames_from(each[0].end, across)):
             with drawing.layer(at=at):
-                _draw_bars(axes, [(index, step, parts[index]) for index, step in steps])
+                _draw_bars(axes, list(steps))
         _draw_limits(axes, state, strip)
     hidden_note(drawing, box)
     drawing.play([_caption(strip, across.low, end) for end in frame_ends(across)])
-    return box.bottom + 17
+    return bottom
 
 
 def parts_of(step: Step, state: State) -> tuple[float, float, float]:
@@ -68,23 +69,23 @@ def parts_of(step: Step, state: State) -> tuple[float, float, float]:
     return plain, took - plain, max(0.0, step.gap - took - 1e-9)
 
 
-def _draw_bars(axes: Axes, bars: Sequence[tuple[int, Step, Sequence[float]]]) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[tuple[Step, Sequence[float]]]) -> None:
     """Draw the bars of one frame: one shape for each colour, and a tip for each bar."""
-    wide = axes.box.width / axes.x.high
     shapes = dict.fromkeys(COLOURS, "")
-    for index, _, parts in bars:
-        x, y = axes.at(index, 0)
+    for step, parts in bars:
+        (x, y), (end, _) = axes.at(step.start, 0), axes.at(step.end, 0)
+        wide = max(end - x - 1, 0.7 * (end - x))
         for colour, part in zip(COLOURS, parts, strict=True):
             high = part / axes.y.high * axes.box.height
             if high > 0:
-                shapes[colour] += f"M{x:.1f} {y:.1f}v-{high:.1f}h{wide * 0.85:.1f}v{high:.1f}z"
+                shapes[colour] += f"M{x:.1f} {y:.1f}v-{high:.1f}h{wide:.1f}v{high:.1f}z"
                 y -= high
     for colour, shape in shapes.items():
         if shape:
             axes.drawing.add(f'<path d="{shape}" fill="{colour}"/>')
-    for index, step, _ in bars:
-        strip = Box(axes.at(index, 0)[0], axes.box.y, wide, axes.box.height)
-        axes.drawing.rect(strip, "transparent", tip=_tip(step))
+    for step, _ in bars:
+        x, end = (axes.at(time, 0)[0] for time in (step.start, step.end))
+        axes.drawing.rect(Box(x, axes.box.y, end - x, axes.box.height), "transparent", tip=_tip(step))
 
 
 def _tip(step: Step) -> str:
@@ -94,36 +95,37 @@ def _tip(step: Step) -> str:
 
 def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
     """Draw the gap limit; say how few steps exceed it, or in how many steps a late prompt is cut."""
-    x, height = axes.at(0, state.gap)
+    x, height = axes.at(axes.x.low, state.gap)
     axes.drawing.line((x, height), (axes.box.right, height), colour=BLUE, dash="4 3", width=1.5)
     axes.drawing.text((x + 6, height - 6), "limit", size=SMALL, colour=BLUE)  # the window begins with short bars
-    over = [(step.gap, index) for index, step in enumerate(strip) if step.decodes and step.gap > state.gap]
+    over = [step.gap for step in strip if step.decodes and step.gap > state.gap]
     if over:
-        gap, index = max(over)
-        x, y = _draw_prompt(axes, state, strip) or axes.at(index + 0.85, gap)
-        _write(axes, (x + 8, y + 9), f"{counted(len(over), 'step')} stall{'s' * (len(over) == 1)} everyone", bold=True)
-        pooled = state.here.gap(ALL_GAPS)
-        if pooled <= state.gap:
-            _write(axes, (x + 8, y + 25), f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}")
+        x, y = _draw_prompt(axes, state, strip) or (axes.box.x, axes.at(0, max(over))[1] - 15)
+        pooled, room = state.here.gap(ALL_GAPS), max(axes.box.right - x - 8, 90) / BOLD
+        said = [f"{counted(len(over), 'step')} stall{'s' * (len(over) == 1)} everyone"]
+        said += [f"yet {percent(ALL_GAPS)} of gaps ≤ {seconds(pooled)}"] * (pooled <= state.gap)
+        for words in said:
+            for line in balanced(words, room):
+                _write(axes, (x + 8, y + 9), line, bold=words == said[0])
+                y += 16
     elif {"queue", "chunks"} & {*state.causes(state.budget)}:
         steps = math.ceil(state.serving.prompt / state.budget)
-        axes.label(axes.at(0, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
+        axes.label(axes.at(axes.x.low, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
 
 
 def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> Point | None:
     """Brace the first long prompt that is cut into chunks of which one is longer than the limit, and
     return the brace's right end.
     """
-    runs = [list(group) for long, group in groupby(enumerate(strip), key=lambda each: each[1].long > 0) if long]
+    runs = [list(group) for long, group in groupby(strip, key=lambda step: step.long > 0) if long]
     for run in runs:
-        highest = max(step.gap for _, step in run)
-        if sum(step.long for _, step in run) == state.serving.prompt and highest > state.gap:
-            (left, top), right = axes.at(run[0][0], highest), axes.at(run[-1][0] + 0.85, 0)[0]
-            axes.drawing.polyline(
-                [(left, top - 1), (left, top - 4), (right, top - 4), (right, top - 1)], INK, width=1.5
-            )
+        highest = max(step.gap for step in run)
+        if sum(step.long for step in run) == state.serving.prompt and highest > state.gap:
+            (left, top), right = axes.at(run[0].start, highest), axes.at(run[-1].end, 0)[0]
+            brace = [(left, top - 1), (left, top - 4), (right, top - 4), (right, top - 1)]
+            axes.drawing.polyline(brace, INK, width=1.5)
             chunks = f", in {counted(len(run), 'chunk')} of {tokens(state.budget)}" * (len(run) > 1)
-            _write(axes, (left, top - 9), f"one {tokens(state.serving.longest)} prompt{chunks}")
+            _write(axes, (left, top - 11), f"one {tokens(state.serving.longest)} prompt{chunks}")
             return right, top
     return None
 
@@ -136,8 +138,6 @@ def _write(axes: Axes, place: Point, words: str, *, bold: bool = False) -> None:
 
 def _caption(strip: Sequence[Step], start: float, now: float) -> str:
     done = [step for step in strip if step.end <= now + 1e-12]
-    long = sum(step.long for step in done)
-    chat = sum(step.chat for step in done)
     longest = max((step.end - step.start for step in done if step.decodes), default=0.0)
-    progress = f"{len(done)} steps, {long:,} tokens of long prompts, {chat:,} of chats"
+    progress = f"{len(done)} steps, {sum(step.long for step in done):,} tokens of long prompts"
     return f"{seconds(now - start)}: {progress}; the longest step took {seconds(longest)}"

@@ -62,7 +62,7 @@ def verdict(state: State) -> Verdict:
 
 
 def _too_many(state: State) -> str:
-    requests = f"{counted(state.batch, 'request')} of {tokens(state.context)} tokens"
+    requests = f"{counted(state.batch, 'request')} of {tokens(state.one.context)} tokens"
     most = f"at most {state.most_batch:,} fit" if state.most_batch else "none fits"
     plain = state.one.most_plain_batch
     beside = "" if plain == state.most_batch else f" beside {drafter_words(state)}, and {plain:,} without it"
@@ -129,57 +129,51 @@ def _progress(state: State, least: float, batch: int, rules: list[Rule], advice:
 def _acceptance(state: State, most: float) -> list[Rule]:
     return [
         choose("no, use the slider", "Recorded", state.recorded == "none"),
-        at_most("the acceptance", state.alpha, most),
+        at_most("the acceptance", state.one.rates[0], most),
     ]
 
 
 def _crowded(state: State) -> Progress:
-    return _progress(
-        state,
-        1.2,
-        128,
-        [
-            use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
-            at_most("the context", state.context, 256, tokens),
-            *_acceptance(state, 0.6),
-            *([] if state.best_k else [at_most("the batch", state.batch, 128)]),
-        ],
+    rules = [
+        use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
+        at_most("the context", state.one.context, 256, tokens),
+        *_acceptance(state, 0.6),
+        *([] if state.best_k else [at_most("the batch", state.batch, 128)]),
+    ]
+    advice = (
         f"Lower the drafts a step: {state.k + 1} positions for each of {state.batch} requests are more than the GPU "
-        "can compute while it reads the weights.",
+        "can compute while it reads the weights."
     )
+    return _progress(state, 1.2, 128, rules, advice)
 
 
 def _long(state: State) -> Progress:
-    return _progress(
-        state,
-        2.0,
-        64,
-        [
-            use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
-            use("the EAGLE-3 head as the drafter", state.drafter == "head"),
-            at_least("the drafts a step", state.k, 4),
-            *_acceptance(state, 0.7),
-        ],
+    rules = [
+        use("Llama-3.1-8B", state.model == "Llama-3.1-8B"),
+        use("the EAGLE-3 head as the drafter", state.drafter == "head"),
+        at_least("the drafts a step", state.k, 4),
+        *_acceptance(state, 0.7),
+    ]
+    advice = (
         "Raise the context: this step is mostly arithmetic, so give it more to read, once for all drafts of a request. "
-        "The acceptance may go up to 0.7.",
+        "The acceptance may go up to 0.7."
     )
+    return _progress(state, 2.0, 64, rules, advice)
 
 
 def _cached(state: State) -> Progress:
-    return _progress(
-        state,
-        2.0,
-        32,
-        [
-            use("Qwen3-14B", state.model == "Qwen3-14B"),
-            at_least("the context", state.context, 4096, tokens),
-            use("a trained drafter, not n-grams", state.drafter != "ngram"),
-            at_least("the drafts a step", state.k, 3),
-            *_acceptance(state, 0.7),
-        ],
+    rules = [
+        use("Qwen3-14B", state.model == "Qwen3-14B"),
+        at_least("the context", state.one.context, 4096, tokens),
+        use("a trained drafter, not n-grams", state.drafter != "ngram"),
+        at_least("the drafts a step", state.k, 3),
+        *_acceptance(state, 0.7),
+    ]
+    advice = (
         f"Change the drafter or raise the acceptance, up to 0.7: in each pass, {drafter_words(state)} reads "
-        f"{_kib(state.one.drafter)} KiB of its own cache per token, the model {_kib(state.one.target.roofline)}.",
+        f"{_kib(state.one.drafter)} KiB of its own cache per token, the model {_kib(state.one.target.roofline)}."
     )
+    return _progress(state, 2.0, 32, rules, advice)
 
 
 def _kib(cached: Drafter | RooflineCost) -> str:
@@ -223,12 +217,7 @@ DRAFTER_NAMES = [
     ("a small model", "small"),
     ("a larger model", "large"),
 ]
-RECORDED_NAMES = [
-    ("no, use the slider", "none"),
-    ("n-grams", "ngram"),
-    ("a draft model", "draft_model"),
-    ("EAGLE-3", "eagle3"),
-]
+RATES = [("no, use the slider", "none"), ("n-grams", "ngram"), ("a draft model", "draft_model"), ("EAGLE-3", "eagle3")]
 KNOBS = {
     "The batch": {
         "batch": steps("Batch", list(BATCHES), START["batch"], "requests that decode together"),
@@ -239,7 +228,7 @@ KNOBS = {
         "alpha": slider(
             "Acceptance", 0.2, 0.95, 0.05, START["alpha"], "α: chance that a draft passes if all before it passed"
         ),
-        "recorded": choice("Recorded", RECORDED_NAMES, START["recorded"], "as counted with lesson 07's model, k = 3"),
+        "recorded": choice("Recorded", RATES, START["recorded"], "as counted with lesson 07's model, k = 3"),
         "drafter": choice("Drafter", DRAFTER_NAMES, START["drafter"], "sets the drafts' cost and memory"),
         "step": steps("Step played", list(range(1, STEPS + 1)), START["step"], "only for “Draft by draft”"),
     },

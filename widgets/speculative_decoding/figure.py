@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION, YELLOW
+from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_lab.speculative_decoding.speculation import Cause
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, figures, hidden_note, percent
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
@@ -20,6 +20,8 @@ TICKS = (1, 8, 64, 512)
 DRAWN = sorted({*BATCHES, 3, 6, 12, 20, 40, 80, 112, 160, 224, 320, 448})
 BAR, ROW = 30, 62
 """The height of a bar, and the pixels from one bar to the next."""
+FEW = 8
+"""The requests of the pale bar: so few that reading hides all arithmetic on every GPU here."""
 CAUSES: dict[Cause, str] = {
     "compute": "arithmetic takes over",
     "draft": "the drafter takes too long",
@@ -44,7 +46,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     size.
     """
     drawing = Drawing(width, 0, "How much faster drafts make it", f"{state.model} on {state.gpu}, against the batch")
-    y = _draw_times(drawing, state) + 62
+    y = _draw_times(drawing, state) + 56
     box = Box(48, y, width - 48 - MARGIN, 160)
     _draw_speedup(Axes(drawing, box, BATCH, _scale(state, pinned)), state, pinned)
     drawing.height = box.bottom + 42
@@ -62,24 +64,32 @@ def _draw_times(drawing: Drawing, state: State) -> float:
     note = f"{counted(state.batch, 'request')}, {state.model} on {state.gpu}, modelled"
     with drawing.layer(tip=f"The model is off by {percent(state.error)} (median)."):
         y = drawing.heading((MARGIN, 23), f"Time for {state.tokens:.2f} tokens, on average", note)
-    parts, longest = _parts(state), max(state.tokens, state.longer)
+    few = replace(state, batch=FEW)
+    parts, longer = _parts(state), max(state.tokens, state.longer)
+    longest = max(longer, few.longer)
     named = f"k = {counted(state.k, 'draft')} by {drafter_words(state)}"
     rows = (
         (y + 36, "no drafts", state.tokens, f"{state.tokens:.2f} plain steps", _plain_steps(state)),
         (y + 36 + ROW, named, state.longer, f"as long as {state.longer:.2f}", parts),
     )
-    bottom = y + 36 + ROW + BAR
+    bottom = y + 36 + ROW + BAR + 37
     hidden_note(drawing, Box(MARGIN, y + 36, wide, ROW + BAR))
     for top, name, steps, length, segments in rows:
         bar, end = Box(MARGIN, top, wide, BAR), MARGIN + wide * steps / longest
         drawing.text((MARGIN, top - 7), name, size=SMALL)
         with drawing.answer():
-            _draw_rest(drawing, replace(bar, x=end, width=bar.right - end), loses=segments is not parts)
+            rest = replace(bar, x=end, width=wide * (longer - steps) / longest)
+            _draw_rest(drawing, rest, loses=segments is not parts)
             stacked_bar(drawing, bar, segments, longest)
             least = MARGIN + text_width(name, SMALL) + 10 + BOLD * text_width(length, SMALL)
             drawing.text((max(end, least), top - 7), length, size=SMALL, anchor="end", bold=True)
     keys = without_room([part for part in parts if part.value], longest, wide)
     with drawing.answer():
+        drawing.text((MARGIN, bottom - 18), f"at {FEW} requests, reading weights hides the arithmetic", size=SMALL)
+        drawing.add('<g opacity="0.5">')
+        bare = [replace(part, label="") for part in _parts(few)]
+        stacked_bar(drawing, Box(MARGIN, bottom - 12, wide, 12), bare, longest)
+        drawing.add("</g>")
         return legend(drawing, (MARGIN, bottom + 19), keys, wide) - 19 if keys else bottom
 
 
@@ -106,7 +116,7 @@ def _parts(state: State) -> list[Segment]:
     plain, step = state.one.plain(state.batch), state.one.step(state.batch, state.k)
     drafter = step.draft + step.overhead - plain.overhead
     more = step.seconds - plain.seconds - drafter
-    parts = {"a plain step": (plain.seconds, SKY), "extra arithmetic": (more, YELLOW), "drafter": (drafter, ORANGE)}
+    parts = {"a plain step": (plain.seconds, SKY), "extra arithmetic": (more, PURPLE), "drafter": (drafter, ORANGE)}
     return [
         Segment(name, part / plain.seconds, colour, f"{name}: {milliseconds(part)}")
         for name, (part, colour) in parts.items()
@@ -149,10 +159,18 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line(batches, best, PINNED, width=1.8, dash="7 4")
         axes.line(batches, values, BLUE)
         axes.name(batches[:9], values[:9], f"k\u2009=\u2009{state.k}", BLUE)
+        better = [each for each, most, now in zip(batches, best, values, strict=True) if most > max(1.0, now + 0.05)]
+        for each in better[:1]:
+            x, y = axes.at(each, state.best_speedup(each))
+            axes.label((x, y - 24), "best k", PINNED, bold=False)
+        if best[-1:] == [1]:
+            x, y = axes.at(batches[-1], 1)
+            axes.label((x + 8, y), "no drafts", PINNED, bold=False)
         if state.fits:
-            best_here = state.best_speedup(state.batch)
-            axes.points([state.batch], [best_here], PINNED)
-            axes.label(axes.at(state.batch, best_here), f"best:\nk\u2009=\u2009{state.best_k}\n{best_here:.2f}", PINNED)
+            best_here = axes.at(state.batch, state.best_speedup(state.batch))
+            axes.drawing.circle(best_here, 4.5, PINNED)
+            if state.best_k:
+                axes.label(best_here, f"k\u2009=\u2009{state.best_k}\n{state.best_speedup(state.batch):.2f}", PINNED)
             axes.points([state.batch], [state.speedup], BLUE)
     axes.here(state.batch, "batch", f"{state.batch}")
     with axes.drawing.answer():
@@ -166,7 +184,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
         cause = state.one.cause(low, state.k)
         why = f": {CAUSES[cause]}" if cause else ""
         if low > 1:
-            axes.broken(low, None, f"loses from {low}{why}")
+            axes.shade(low, None, f"loses from {low}{why}")
+            axes.explain(None, low, f"loses from {low}{why} →")
         elif high < min(most, MOST_BATCH):
             axes.broken(None, high + 1, f"loses below {high + 1}{why}")
         else:

@@ -60,16 +60,6 @@ class State:
     error: float
     """The model's median error on published measurements."""
 
-    @property
-    def alpha(self) -> float:
-        """Return the acceptance of the first draft."""
-        return self.one.rates[0]
-
-    @property
-    def context(self) -> int:
-        """Return the number of tokens in each request."""
-        return self.one.context
-
     @cached_property
     def speedup(self) -> float:
         """Return the speed-up over decoding without drafts."""
@@ -141,18 +131,9 @@ def sweep(
     """
     rates = (alpha,) if recorded == "none" else RECORDED[recorded].rates
     setting = conditional_rates(rates, k), drafter == "ngram", SEED + step
-    return State(
-        batch=batch,
-        k=k,
-        recorded=recorded,
-        drafter=drafter,
-        model=model,
-        gpu=gpu,
-        one=_speculation(model, gpu, drafter, rates, context),
-        step=verify_step(*setting, accept),
-        own=measured(*setting, accept) if accept else None,
-        error=speculation_error(),
-    )
+    one, step_played = _speculation(model, gpu, drafter, rates, context), verify_step(*setting, accept)
+    own = measured(*setting, accept) if accept else None
+    return State(batch, k, recorded, drafter, model, gpu, one, step_played, own, speculation_error())
 
 
 @lru_cache(maxsize=256)

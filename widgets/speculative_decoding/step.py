@@ -125,11 +125,9 @@ def verify_step(rates: tuple[float, ...], certain: bool, seed: int, accept: Acce
     drawing = random.Random(f"{seed} last")
     bonus = _weights(drawing)
     last = drawing.random()
-    kept = len(places)
+    kept = next((i for i, place in enumerate(places) if place.uniform >= place.ratio), len(places))
     if accept is not None:
         kept = _kept_by(accept, places, bonus)
-    else:
-        kept = next((i for i, place in enumerate(places) if place.uniform >= place.ratio), kept)
     after = places[kept].residual if kept < len(places) else bonus
     return VerifyStep(places, bonus, kept, _drawn(after, last))
 
@@ -187,8 +185,7 @@ def _count(answer: Any, most: int) -> int:
         kept = int(answer)
         fits = kept == answer and 0 <= kept <= most
     except (TypeError, ValueError):
-        fits = False
-        kept = 0
+        kept, fits = 0, False
     if not fits:
         raise MinivllmError(f"your accept returns {str(answer)[:80]!r}; it must be a whole number from 0 to {most}")
     return kept

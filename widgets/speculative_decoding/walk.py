@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minivllm_lab.drawing import QUIET, arrow, text_width
+from minivllm_lab.drawing import QUIET, arrow
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from widgets.shell.plot import MARGIN, counted, figures, percent
 from widgets.shell.svg import SMALL, Box, Drawing
@@ -12,8 +12,8 @@ from widgets.shell.theme import CARD, IDLE
 from widgets.speculative_decoding.state import State
 from widgets.speculative_decoding.step import VOCABULARY
 
-TOKEN, ROWS, PANEL, DOT = 54, 190, 184, 5
-"""The pixels of a token, of all rows and of the distributions (their heights), and of a dot's radius."""
+TOKEN, CHANCE, ROWS, PANEL, DOT = 54, 42, 178, 198, 5
+"""The pixels of a token, of its chance, of all rows and of the distributions (heights), and of a dot's radius."""
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -52,12 +52,14 @@ def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, c
     """
     step = state.step
     draft, token = (replace(row, x=x, width=TOKEN) for x in (row.x, row.right - TOKEN))
-    bar = Box(draft.right + 8, row.y + 3, row.width - 2 * TOKEN - 16, row.height - 6)
+    bar = Box(draft.right + CHANCE, row.y + 3, row.width - 2 * TOKEN - CHANCE - 8, row.height - 6)
     if index < state.k:
         place = step.places[index]
         _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
         if index <= step.kept:
             with drawing.layer(at=f"1 {last}"):
+                share = (bar.x - 6, row.y + row.height / 2 + 4)
+                drawing.text(share, percent(place.ratio), size=SMALL, colour=GREEN, anchor="end")
                 _draw_part(drawing, bar, ORANGE)
                 _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
             dot = (bar.x + bar.width * place.uniform, bar.y + bar.height / 2)
@@ -91,7 +93,7 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
     drawing.rect(box, IDLE, radius=6)
     _draw_shares(drawing, box, state, index)
     column, base = (box.width - 12) / len(p), box.bottom - 28
-    scale = (base - box.y - 74) / max(*p, *q)
+    scale = (base - box.y - 92) / max(*p, *q)
     for token, word in enumerate(VOCABULARY):
         bar = Box(box.x + 6 + column * token + 5, base, column - 10, 0)
         shared = min(p[token], q[token])
@@ -108,6 +110,14 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
             top = (min(p[step.token], q[step.token]) + p[step.token]) / 2
             drawing.add(arrow((x, y), (box.x + 6 + column * (step.token + 0.5), base - top * scale), INK))
         drawing.circle((x, y), DOT, INK)
+    more = [token for token, high in enumerate(q) if high > p[token]]
+    most = max(more, key=q.__getitem__, default=-2)
+    less = [t for t in range(len(p)) if p[t] > q[t] and (abs(t - most) > 1 or abs(p[t] - q[most]) * scale > 18)]
+    for tokens, chances, words in ((more, q, "q, drafter"), (less, p, "p, model")):
+        for token in sorted(tokens, key=chances.__getitem__)[-1:]:
+            x, y = box.x + 6 + column * token, base - chances[token] * scale
+            drawing.polyline([(x + 4, y), (x, y), (x, base), (x + 4, base)], INK, width=1.5)
+            drawing.text((x + column / 2, y - 6), words, size=SMALL, anchor="middle", halo=IDLE)
 
 
 def _draw_shares(drawing: Drawing, box: Box, state: State, index: int) -> None:
@@ -116,13 +126,12 @@ def _draw_shares(drawing: Drawing, box: Box, state: State, index: int) -> None:
     if index == state.k:
         drawing.text((left, box.y + 22), "All drafts are kept, so p gives a bonus token.", size=SMALL, colour=BLUE)
         return
-    drawing.text((left, box.y + 22), f"What draft {index + 1} could have been", size=SMALL, bold=True)
-    kept, replaced = state.step.places[index].agreement, "in q only: replaced"
-    for x, share, words, colour in ((left, kept, "in q and p: kept", GREEN), (middle, 1 - kept, replaced, ORANGE)):
-        drawing.text((x, box.y + 45), percent(share), size=18, bold=True, colour=colour)
-        drawing.text((x, box.y + 62), words, size=SMALL, colour=colour)
-    right = middle + text_width(replaced, SMALL)
-    drawing.text((right, box.y + 62), " → in p only", size=SMALL, colour=BLUE)
+    kept = state.step.places[index].agreement
+    drawing.text((left, box.y + 22), f"Over all that draft {index + 1} could have been:", size=SMALL, bold=True)
+    for x, share, words, colour in ((left, kept, "kept", GREEN), (middle, 1 - kept, "replaced by blue", ORANGE)):
+        drawing.text((x, box.y + 46), percent(share), size=18, bold=True, colour=colour)
+        drawing.text((x + 56, box.y + 46), words, size=SMALL, colour=colour)
+    drawing.text((left, box.y + 67), "green + blue = p: the output is the model's own", size=SMALL)
 
 
 def own_words(state: State) -> str:

@@ -11,6 +11,7 @@ import statistics
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from lessons.harness import REPOSITORY, mistaken, script_path
@@ -22,6 +23,7 @@ from minivllm_lab.exercise import load
 from widgets import speculative_decoding as widget
 from widgets.shell.plot import percent
 from widgets.shell.session import Session
+from widgets.speculative_decoding.figure import FEW, _parts
 from widgets.speculative_decoding.state import BATCHES, GPUS, MOST_K, SIBLINGS
 from widgets.speculative_decoding.step import VOCABULARY, measured, verify_step
 
@@ -270,9 +272,11 @@ def test_the_bars_compare_the_plain_steps_of_as_many_tokens_with_one_step():
         assert state.tokens / state.longer == pytest.approx(state.speedup)
         assert ("|lose|" in words) <= (state.speedup < 1)
         assert ("|win|" in words) <= (state.speedup > 1)
-        if state.fits:
-            best = max([(1, 0), *((state.one.speedup(state.batch, k), k) for k in range(1, MOST_K + 1))])
-            assert f"best:|k\u2009=\u2009{best[1]}|{best[0]:.2f}|" in words
+        if state.fits and state.best_k:
+            best = max((state.one.speedup(state.batch, k), k) for k in range(1, MOST_K + 1))
+            assert f"|k\u2009=\u2009{best[1]}|{best[0]:.2f}|" in words
+        few = replace(state, batch=FEW)
+        assert _parts(few)[1].value < 0.01, "the pale bar has no extra arithmetic"
 
 
 def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():
