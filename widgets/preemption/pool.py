@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
-from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
+from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Serving, Span
 from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, text_box
-from widgets.shell.theme import BROKEN, CARD, MISSED, TINT
+from widgets.shell.theme import BROKEN, CARD, MISSED, RESERVED, TINT
 
-NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 22
+NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 38
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
@@ -107,7 +107,9 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
         below += held
         layer = Box(box.x, top, box.width, bottom - top)
         if shown:
-            drawing.polygon([(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], TINT)
+            drawing.polygon(
+                [(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], RESERVED
+            )
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
     words = f"{counted(len(holders), 'request')} grow{'s' * (len(holders) == 1)}"
@@ -142,7 +144,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
 
 def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held]) -> None:
     """Draw what a request holds over time, period by period, each with its name in place."""
-    swaps = state.serving.policy != "recompute"
+    serving, swaps = state.serving, state.serving.policy != "recompute"
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {AGAIN: ORANGE}
     box = Box(panel.x + 1, panel.y + ABOVE, panel.width - 1, panel.height - ABOVE)
     drawing.rect(panel, TINT)
@@ -151,8 +153,16 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
     draw_times(drawing, box, across)
+    lost = life[0].high
+    top = box.bottom - box.height * lost / most
     for held in life:
-        _name_period(drawing, box, held, across, swaps)
+        _name_period(drawing, box, held, top, across, swaps)
+        if held.span.kind == AGAIN:
+            _draw_other_way(drawing, box, held.span, lost, top, across, serving)
+    if len(life) == 1:
+        costs = serving.crossover
+        words = f"a victim's token: recomputed in {micro(costs.recompute)}, swapped in {micro(costs.swap)}"
+        drawing.paragraph((box.x + 8, panel.y + 14), words, box.width - 16)
 
 
 def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
@@ -173,30 +183,62 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
     drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
-def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: bool) -> None:
+def _draw_other_way(
+    drawing: Drawing, box: Box, span: Span, lost: int, top: float, across: Scale, serving: Serving
+) -> None:
+    """Draw how soon the request would be back if it were swapped instead of recomputed, or the reverse."""
+    costs = serving.crossover
+    words, colour, each = ("swapped", PURPLE, costs.swap)
+    if serving.policy != "recompute":
+        words, colour, each = ("recomputed", ORANGE, costs.recompute)
+    cost = each * lost
+    left, right = pixels(box, across, span.start, min(span.start + cost, across.high))
+    top = box.bottom - (box.bottom - top) * Scale(0, cost).share(min(cost, across.high - span.start))
+    with drawing.layer(at=frames_from(span.start, across), tip=f"{words}: {micro(each)} a token, {serving.link.name}"):
+        if cost < span.end - span.start:
+            drawing.polygon([(left, box.bottom), (right, top), (right, box.bottom)], colour)
+        drawing.polyline([(left, box.bottom), (right, top)], colour)
+        _write_above(drawing, f"if {words}: {seconds(float(f'{cost:.2g}'))}", box, right, box.y - 8, colour)
+
+
+def _name_period(drawing: Drawing, box: Box, held: Held, top: float, across: Scale, swaps: bool) -> None:
     """Name what happens to the request in a period."""
-    span, above, inside = held.span, box.y - 8, box.bottom - 10
+    span, inside = held.span, box.bottom - 10
     left, right = pixels(box, across, span.start, span.end)
     with drawing.layer(at=frames_from(span.start, across)):
         if span.kind == OUT:
-            drawing.polyline([(left, box.y - 4), (left, box.bottom)], VERMILLION, width=2.5)
+            drawing.polyline([(left, box.y - 19), (left, box.bottom)], VERMILLION, width=2.5)
             at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
             ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
-            _write(drawing, "preempted", ends, above, VERMILLION, TINT, anchor)
-            ground = BLUE if at_end else PURPLE if swaps else TINT
-            inks = (VERMILLION if ground == TINT else ink_on(ground), ground)
-            lost, ends = "copied out" if swaps else "all lost", ends if at_end else (left + 6, right)
-            _write(drawing, lost, ends, above + 26, *inks, anchor)
-            colours = (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
-            _write(drawing, "waits", (left + 4, right - 4), inside, *colours, "middle")
+            _write(drawing, "preempted", ends, box.y - 8, VERMILLION, TINT, anchor)
+            drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
+            lost, ground = ("copied out", PURPLE) if swaps else ("lost", TINT)
+            inks = [ink_on(PURPLE)] * 2 if swaps else [VERMILLION, QUIET]
+            for name, y, ink in zip((lost, "waits"), (top + 18, inside), inks, strict=True):
+                _write(drawing, name, (left + 1, right), y, ink, ground, "middle")
         elif span.kind == AGAIN:
             words, colour = ("copied back", PURPLE) if swaps else ("recomputed", ORANGE)
-            place = text_box(((left + right) / 2, above), words, SMALL, "middle", bold=True)
-            start = max([place.x, *(word.right + 8 for word in drawing.words if word.overlaps(place))])
-            _write(drawing, words, (min(start, box.right - place.width), box.right), above, colour, TINT)
-        else:
-            words = f"{held.high:,} tokens" if left <= box.x else "goes on"
-            _write(drawing, words, (left + 8, right), inside, ink_on(BLUE), BLUE)
+            words += f": {seconds(float(f'{span.end - span.start:.2g}'))}"
+            _write_above(drawing, words, box, (left + right) / 2, box.y - 25, colour, bold=True)
+        elif left > box.x:
+            _write(drawing, "goes on", (left + 8, right), inside, ink_on(BLUE), BLUE)
+        elif text_width(words := f"{held.high:,} tokens", SMALL) * BOLD < right - left - 12:
+            top, low, x, ink = top + 4, box.bottom - 4, right - 6, ink_on(BLUE)
+            drawing.polyline(
+                [(x - 3, top), (x + 3, top), (x, top), (x, low), (x - 3, low), (x + 3, low)], ink, width=1.5
+            )
+            _write(drawing, words, (left, x - 7), (top + low) / 2 + 4, ink, BLUE, "end")
+
+
+def _write_above(
+    drawing: Drawing, words: str, box: Box, middle: float, y: float, colour: str, *, bold: bool = False
+) -> None:
+    """Write the words around `middle`, right of all other words in the line, if they fit into the box."""
+    place = text_box((middle, y), words, SMALL, "middle", bold)
+    near = Box(place.x - 14, place.y, place.width, place.height)
+    start = max([place.x, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
+    if start <= box.right - place.width + 4 or place.x == start:
+        drawing.text((min(start, box.right - place.width), y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
 
 
 def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:
@@ -213,3 +255,8 @@ def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, grou
 def _caption(point: Point, now: float, start: float) -> str:
     sample = point.samples[max(0, bisect_right(point.samples, now, key=lambda sample: sample.end) - 1)]
     return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {sample.out} preempted"
+
+
+def micro(value: float) -> str:
+    """Format the time that one token takes."""
+    return f"{value * 1e6:.3g} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"
