@@ -13,19 +13,7 @@ from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import (
-    MARGIN,
-    WIDE,
-    Axes,
-    Scale,
-    balanced,
-    counted,
-    figures,
-    hidden_note,
-    modelled,
-    percent,
-    seconds,
-)
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, MID, MISSED, RESERVED
 
@@ -99,18 +87,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
-            words = late_words(state, span)
-            axes.shade(*span, words)
+            axes.shade(*span, words := late_words(state, span))
             axes.explain(*span, words.split(":")[0])
     for span in state.stopped:
         axes.shade(*span, _refusal_words(state))
-        if (x := axes.at(span[0] or ACROSS.low, axes.y.low)[0]) < axes.box.right - 120:
-            axes.explain(*span, "does not start")
-            continue
-        place = x + 11, axes.box.y + axes.box.height / 2
-        axes.drawing.text(
-            place, "does not start", size=SMALL, colour=VERMILLION, anchor="middle", bold=True, turn=-90, halo=BROKEN
-        )
+        words, place = "does not start", (axes.box.right - 4, axes.box.y + 0.9 * axes.box.height)
+        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, bold=True, turn=-90, halo=BROKEN)
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
     if state.slots in state.run:
@@ -136,20 +118,19 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
 def _draw_enough(axes: Axes, state: State, enough: float) -> None:
     """Write how many slots are enough, and why, above the limit if there is room."""
     load, at_once = state.serving.load, state.serving.at_once
-    lines = (
-        (f"{math.ceil(enough)} slots are enough:", True),
-        (f"{at_once:.0f} requests at once", False),
-        (f"({load:g} a second × {round(at_once / load, 1) or at_once / load:.2g} s)", False),
-        (f"use ~{state.wanted:.0f} adapters", True),
-    )
+    lines = [
+        f"{math.ceil(enough)} slots are enough:",
+        f"{at_once:.0f} requests at once",
+        f"({load:g} a second × {round(at_once / load, 1) or at_once / load:.2g} s)",
+        f"use ~{state.wanted:.0f} adapters",
+    ]
     (x, limit), wall = axes.at(enough, state.ttft), axes.at(min(ACROSS.high, state.serving.most_slots), 1)[0]
-    longest = max(text_width(words, SMALL) * (BOLD if bold else 1) for words, bold in lines)
-    if longest > wall - x - 8 or limit < axes.box.y + 66:
-        axes.explain(enough, None, lines[0][0], GREEN)
+    if BOLD * max(text_width(words, SMALL) for words in lines) > wall - x - 8 or limit < axes.box.y + 66:
+        axes.explain(enough, None, lines[0][:-1], GREEN)
         return
-    for index, (words, bold) in enumerate(lines):
-        place = x + 7, axes.box.y + 13 + 16 * index
-        axes.drawing.text(place, words, size=SMALL, colour=GREEN, bold=bold, halo=True)
+    for row, words in enumerate(lines):
+        place = x + 7, axes.box.y + 13 + 16 * row
+        axes.drawing.text(place, words, size=SMALL, colour=GREEN, bold=row in (0, 3), halo=True)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -228,42 +209,34 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     and what the adapters add; return the y below.
     """
     count, fits = state.applied, state.serving.copies_that_fit
-    base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
-    times["plain"] = base
-    together = f"all {count} in one kernel" if count > 1 else "one adapter, in the kernel"
-    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", f"times as long with {together}", BLUE)
-    names = {
-        "plain": ("without adapters", INK),
-        "together": (together, BLUE),
-        "loop": ("one after the other", ORANGE),
-        "merged": ("a merged model each", INK),
-    }
-    pieces = {
-        "plain": [(base, MID)],
-        "together": [(base, MID), (times["together"] - base, BLUE)],
-        "loop": [(base, MID), *[((times["loop"] - base) / count, ORANGE)] * count],
-        "merged": [(times["merged"] / count, MID if index < fits else "none") for index in range(count)],
-    }
-    left = MARGIN + (150 if drawing.width >= WIDE else 86)
-    for way, (name, colour) in names.items():
+    rates = state.rate("merged", 1), *(state.rate(way, count) for way in WAYS)
+    base, together, loop, merged = (state.batch / rate for rate in rates)
+    kernel = f"{'all ' * (count > 1)}{count} in one kernel"
+    drawing.number((MARGIN, y), f"{together / base:.2f}", f"times as long with {kernel}", BLUE)
+    rows = [
+        ("without adapters", INK, [(base, MID)]),
+        (kernel, BLUE, [(base, MID), (together - base, BLUE)]),
+        ("one after the other", ORANGE, [(base, MID), *[((loop - base) / count, ORANGE)] * count]),
+        ("a merged model each", INK, [(merged / count, MID if index < fits else "none") for index in range(count)]),
+    ]
+    left, x, wide = MARGIN + (150 if drawing.width >= WIDE else 86), 0.0, 0.0
+    for name, colour, pieces in rows:
         y += 34
         lines = balanced(name, left - MARGIN - 4)
         for index, line in enumerate(lines):
             drawing.text((MARGIN, y + 13 * (index - (len(lines) - 1) / 2)), line, size=SMALL, colour=colour)
         x = left
-        for part, fill in pieces[way]:
-            wide = part / max(times.values()) * (drawing.width - MARGIN - left - 94)
+        for part, fill in pieces:
+            wide = part / max(together, loop, merged) * (drawing.width - MARGIN - left - 94)
             box = Box(x, y - 15, wide - min(1, wide / 2), 22)
             drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
             if fill == "none":
                 drawing.hatch(box, VERMILLION)
             x += wide
-        ratio = f" ×{figures(times[way] / base)}" * (way != "plain")
-        drawing.text((x + 6, y), seconds(times[way]) + ratio, size=SMALL)
+        total = sum(part for part, _ in pieces)
+        drawing.text((x + 6, y), seconds(total) + f" ×{total / base:.3g}" * (name != rows[0][0]), size=SMALL)
     if fits < count:
+        middle = x - (count - fits) * wide / 2, y
+        drawing.text(middle, "do not fit", size=SMALL, colour=VERMILLION, anchor="middle", halo=True)
         drawing.text((x + 6, y + 15), "if they fitted", size=SMALL, colour=VERMILLION)
-        words, ends = "do not fit", (left + fits * wide, x)
-        if text_width(words, SMALL) < ends[1] - ends[0]:
-            place = sum(ends) / 2, y
-            drawing.text(place, words, size=SMALL, colour=VERMILLION, anchor="middle", halo=True)
     return y + 19

@@ -41,11 +41,10 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     _write(drawing, y + 10, queue_words)
     gate = _draw_boxes(drawing, y + 18, queue, rows=1) + 10
     _write(drawing, gate + 20, slot_words)
-    taken = max(text_width(words, SMALL) for words in slot_words) + text_width(f"{missing} missing", SMALL) + 8
-    with drawing.answer():
-        if missing and taken < drawing.width - 2 * LEFT:
-            place = drawing.width - LEFT, gate + 20
-            drawing.text(place, f"{missing} missing", size=SMALL, colour=GREEN, anchor="end")
+    words, right = f"{missing} missing", drawing.width - LEFT
+    if missing and max(text_width(each + words, SMALL) for each in slot_words) + 8 < right - LEFT:
+        with drawing.answer():
+            drawing.text((right, gate + 20), words, size=SMALL, colour=GREEN, anchor="end")
     bottom = _draw_boxes(drawing, gate + 28, slots, rows=2, missing=missing) + 10
     drawing.rect(Box(MARGIN, gate, drawing.width - 2 * MARGIN, bottom - gate), "none", stroke=MID, radius=6)
     for _, at in _stays([bool(frame.held_for) or None for frame in frames]):
@@ -92,12 +91,12 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
         for items in frames
     ]
     longest = max(map(len, shown))
-
-    def place_of(index: int) -> Box:
-        return Box(LEFT + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
-
-    for index in range(longest):
-        box = place_of(index)
+    missing *= longest + missing <= most
+    for index in range(longest + missing):
+        box = Box(LEFT + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
+        if index >= longest:
+            with drawing.answer():
+                drawing.rect(box, "none", stroke=GREEN, dash="3 3", radius=2)
         for (words, colour, marked), at in _stays([items[index] if index < len(items) else None for items in shown]):
             if marked:
                 drawing.rect(Box(box.x - 2.5, box.y - 2.5, WIDE + 5, HIGH + 5), INK, at=at, radius=4)
@@ -105,11 +104,7 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
             place = (box.x + WIDE / 2, box.bottom - 7)
             ink = ink_on(colour) if colour in (SKY, VERMILLION) else INK  # the other boxes turn dark on a dark page
             drawing.text(place, words, size=SMALL, colour=ink, anchor="middle", bold=marked, at=at)
-    outlines = range(longest, longest + missing if longest + missing <= most else longest)
-    for box in map(place_of, outlines):
-        with drawing.answer():
-            drawing.rect(box, "none", stroke=GREEN, dash="3 3", radius=2)
-    return y + max(1, -(-(longest + len(outlines)) // across)) * (HIGH + GAP) - GAP
+    return y + max(1, -(-(longest + missing) // across)) * (HIGH + GAP) - GAP
 
 
 def _stays(shown: Iterable[Item | None]) -> Iterator[tuple[Item, str]]:

@@ -8,19 +8,7 @@ from minivllm_lab.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import (
-    MARGIN,
-    VALUE,
-    Axes,
-    Scale,
-    counted,
-    figures,
-    hidden_note,
-    modelled,
-    percent,
-    seconds,
-    tokens,
-)
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, percent, seconds, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
@@ -55,11 +43,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name, colour = (
-        ("share of the time that steps wait for copies", PURPLE)
-        if swaps
-        else ("share of all tokens that is computed twice", ORANGE)
-    )
+    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("share of tokens computed twice", ORANGE)
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
     drawing.text((MARGIN, box.y - 10), name, size=SMALL, colour=QUIET)
     if (point := state.points.get(state.pool)) and point.recomputed:
@@ -116,7 +100,7 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
     full = f"full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
-        "queue": full if load <= most else f"too slow: any pool handles at most {figures(most)} of {load:g} requests/s",
+        "queue": full if load <= most else f"too slow: any pool handles at most {most:.3g} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though few tokens are computed twice",

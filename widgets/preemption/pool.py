@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from minivllm_lab.drawing import ink_on, number, text_width
 from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
-from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Serving, Span
+from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
@@ -107,9 +107,8 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
         below += held
         layer = Box(box.x, top, box.width, bottom - top)
         if shown:
-            drawing.polygon(
-                [(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], RESERVED
-            )
+            funnel = [(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)]
+            drawing.polygon(funnel, RESERVED)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
     words = f"{counted(len(holders), 'request')} grow{'s' * (len(holders) == 1)}"
@@ -144,7 +143,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
 
 def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held]) -> None:
     """Draw what a request holds over time, period by period, each with its name in place."""
-    serving, swaps = state.serving, state.serving.policy != "recompute"
+    swaps = state.serving.policy != "recompute"
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {AGAIN: ORANGE}
     box = Box(panel.x + 1, panel.y + ABOVE, panel.width - 1, panel.height - ABOVE)
     drawing.rect(panel, TINT)
@@ -153,14 +152,13 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
     draw_times(drawing, box, across)
-    lost = life[0].high
-    top = box.bottom - box.height * lost / most
+    top = box.bottom - box.height * life[0].high / most
     for held in life:
         _name_period(drawing, box, held, top, across, swaps)
         if held.span.kind == AGAIN:
-            _draw_other_way(drawing, box, held.span, lost, top, across, serving)
+            _draw_ways_back(drawing, box, held.span, life[0].high, top, across, state)
     if len(life) == 1:
-        costs = serving.crossover
+        costs = state.serving.crossover
         words = f"a victim's token: recomputed in {micro(costs.recompute)}, swapped in {micro(costs.swap)}"
         drawing.paragraph((box.x + 8, panel.y + 14), words, box.width - 16)
 
@@ -183,62 +181,62 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
     drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
-def _draw_other_way(
-    drawing: Drawing, box: Box, span: Span, lost: int, top: float, across: Scale, serving: Serving
-) -> None:
-    """Draw how soon the request would be back if it were swapped instead of recomputed, or the reverse."""
-    costs = serving.crossover
-    words, colour, each = ("swapped", PURPLE, costs.swap)
-    if serving.policy != "recompute":
-        words, colour, each = ("recomputed", ORANGE, costs.recompute)
-    cost = each * lost
-    left, right = pixels(box, across, span.start, min(span.start + cost, across.high))
-    top = box.bottom - (box.bottom - top) * Scale(0, cost).share(min(cost, across.high - span.start))
-    with drawing.layer(at=frames_from(span.start, across), tip=f"{words}: {micro(each)} a token, {serving.link.name}"):
-        if cost < span.end - span.start:
-            drawing.polygon([(left, box.bottom), (right, top), (right, box.bottom)], colour)
-        drawing.polyline([(left, box.bottom), (right, top)], colour)
-        _write_above(drawing, f"if {words}: {seconds(float(f'{cost:.2g}'))}", box, right, box.y - 8, colour)
-
-
 def _name_period(drawing: Drawing, box: Box, held: Held, top: float, across: Scale, swaps: bool) -> None:
     """Name what happens to the request in a period."""
-    span, inside = held.span, box.bottom - 10
+    span, low = held.span, box.bottom - 10
     left, right = pixels(box, across, span.start, span.end)
+    ink, ground = (ink_on(PURPLE), PURPLE) if swaps else (VERMILLION, TINT)
     with drawing.layer(at=frames_from(span.start, across)):
         if span.kind == OUT:
             drawing.polyline([(left, box.y - 19), (left, box.bottom)], VERMILLION, width=2.5)
+            drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
             at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
             ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
             _write(drawing, "preempted", ends, box.y - 8, VERMILLION, TINT, anchor)
-            drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
-            lost, ground = ("copied out", PURPLE) if swaps else ("lost", TINT)
-            inks = [ink_on(PURPLE)] * 2 if swaps else [VERMILLION, QUIET]
-            for name, y, ink in zip((lost, "waits"), (top + 18, inside), inks, strict=True):
-                _write(drawing, name, (left + 1, right), y, ink, ground, "middle")
-        elif span.kind == AGAIN:
-            words, colour = ("copied back", PURPLE) if swaps else ("recomputed", ORANGE)
-            words += f": {seconds(float(f'{span.end - span.start:.2g}'))}"
-            _write_above(drawing, words, box, (left + right) / 2, box.y - 25, colour, bold=True)
-        elif left > box.x:
-            _write(drawing, "goes on", (left + 8, right), inside, ink_on(BLUE), BLUE)
-        elif text_width(words := f"{held.high:,} tokens", SMALL) * BOLD < right - left - 12:
-            top, low, x, ink = top + 4, box.bottom - 4, right - 6, ink_on(BLUE)
-            drawing.polyline(
-                [(x - 3, top), (x + 3, top), (x, top), (x, low), (x - 3, low), (x + 3, low)], ink, width=1.5
-            )
-            _write(drawing, words, (left, x - 7), (top + low) / 2 + 4, ink, BLUE, "end")
+            _write(drawing, "copied out" if swaps else "lost", (left + 1, right), top + 18, ink, ground, "middle")
+            _write(drawing, "waits", (left + 1, right), low, ink, ground, "middle")
+        elif span.kind == RUNS and left > box.x:
+            _write(drawing, "goes on", (left + 8, right), low, ink_on(BLUE), BLUE)
+        elif span.kind == RUNS:
+            x, words = right - 6, f"{held.high:,} tokens"
+            drawing.line((x, top + 4), (x, low + 6), ink_on(BLUE), width=1.5)
+            for y in (top + 4, low + 6):
+                drawing.line((x - 3, y), (x + 3, y), ink_on(BLUE), width=1.5)
+            _write(drawing, words, (left, x - 7), (top + box.bottom) / 2 + 4, ink_on(BLUE), BLUE, "end")
+
+
+def _draw_ways_back(drawing: Drawing, box: Box, span: Span, lost: int, top: float, across: Scale, state: State) -> None:
+    """Write how long the request took to come back, and draw the other way to restore its tokens."""
+    costs = state.serving.crossover
+    ways = [("recomputed", ORANGE, costs.recompute * lost), ("swapped", PURPLE, costs.swap * lost)]
+    (words, colour, _), (other, light, cost) = ways if state.serving.policy == "recompute" else ways[::-1]
+    share = min(1.0, (across.high - span.start) / cost)
+    left, right = pixels(box, across, span.start, span.start + share * cost)
+    peak = right, box.bottom - (box.bottom - top) * share
+    with drawing.layer(at=frames_from(span.start, across)):
+        if cost < span.end - span.start:
+            drawing.polygon([(left, box.bottom), peak, (right, box.bottom)], light)
+        drawing.polyline([(left, box.bottom), peak], light)
+        middle = sum(pixels(box, across, span.start, span.end)) / 2
+        _write_above(
+            drawing, f"{words}: {_about(span.end - span.start)}", middle, box.y - 25, box.right, colour, bold=True
+        )
+        _write_above(drawing, f"if {other}: {_about(cost)}", right, box.y - 8, box.right, light)
+
+
+def _about(value: float) -> str:
+    return seconds(float(f"{value:.2g}"))
 
 
 def _write_above(
-    drawing: Drawing, words: str, box: Box, middle: float, y: float, colour: str, *, bold: bool = False
+    drawing: Drawing, words: str, x: float, y: float, right: float, colour: str, bold: bool = False
 ) -> None:
-    """Write the words around `middle`, right of all other words in the line, if they fit into the box."""
-    place = text_box((middle, y), words, SMALL, "middle", bold)
-    near = Box(place.x - 14, place.y, place.width, place.height)
-    start = max([place.x, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
-    if start <= box.right - place.width + 4 or place.x == start:
-        drawing.text((min(start, box.right - place.width), y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
+    """Write the words around `x`, right of all other words in the line, if they fit."""
+    box = text_box((x, y), words, SMALL, "middle", bold)
+    near = Box(box.x - 14, box.y, box.width, box.height)
+    start = max([box.x, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
+    if start <= right - box.width + 4 or start == box.x:
+        drawing.text((min(start, right - box.width), y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
 
 
 def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:
