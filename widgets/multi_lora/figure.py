@@ -7,25 +7,18 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from minivllm_simulate.load_sweep import Span
 from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, modelled, percent, seconds
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, percent, seconds
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
-from widgets.shell.theme import MID, MISSED, RESERVED
+from widgets.shell.theme import BROKEN, MID, MISSED, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
-NAMES = {
-    "plain": ("the model, without adapters", MID),
-    "together": ("all adapters at once", BLUE),
-    "loop": ("one after the other", ORANGE),
-    "merged": ("a merged model for each", PURPLE),
-}
-"""The name and the colour of each of `WAYS`."""
 
 
 def gigabytes(value: float) -> str:
@@ -94,9 +87,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
-            _shade(axes, span, late_words(state, span))
+            axes.shade(*span, words := late_words(state, span))
+            axes.explain(*span, words.split(":")[0])
     for span in state.stopped:
-        _shade(axes, span, _refusal_words(state))
+        axes.shade(*span, _refusal_words(state))
+        words, place = "does not start", (axes.box.right - 4, axes.box.y + 0.9 * axes.box.height)
+        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, bold=True, turn=-90, halo=BROKEN)
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
     if state.slots in state.run:
@@ -113,16 +109,28 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line([*state.run, *walls], waits, BLUE)
         low, enough = state.late[0] if state.late else (0, None)
         if low is None and enough and state.slots < enough < state.run[-1]:
-            why = f"{state.serving.at_once:.0f} requests at once use about {state.wanted:.0f} adapters"
-            axes.explain(enough, None, f"{math.ceil(enough)} slots are enough: {why}", GREEN)
+            _draw_enough(axes, state, enough)
     axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         axes.tips(state.run, lambda slots: _tip(state, slots))
 
 
-def _shade(axes: Axes, span: Span, words: str) -> None:
-    axes.shade(*span, words)
-    axes.explain(*span, words.split(":")[0])
+def _draw_enough(axes: Axes, state: State, enough: float) -> None:
+    """Write how many slots are enough, and why, above the limit if there is room."""
+    load, at_once = state.serving.load, state.serving.at_once
+    lines = [
+        f"{math.ceil(enough)} slots are enough:",
+        f"{at_once:.0f} requests at once",
+        f"({load:g} a second × {round(at_once / load, 1) or at_once / load:.2g} s)",
+        f"use ~{state.wanted:.0f} adapters",
+    ]
+    (x, limit), wall = axes.at(enough, state.ttft), axes.at(min(ACROSS.high, state.serving.most_slots), 1)[0]
+    if BOLD * max(text_width(words, SMALL) for words in lines) > wall - x - 8 or limit < axes.box.y + 66:
+        axes.explain(enough, None, lines[0][:-1], GREEN)
+        return
+    for row, words in enumerate(lines):
+        place = x + 7, axes.box.y + 13 + 16 * row
+        axes.drawing.text(place, words, size=SMALL, colour=GREEN, bold=row in (0, 3), halo=True)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -201,26 +209,34 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     and what the adapters add; return the y below.
     """
     count, fits = state.applied, state.serving.copies_that_fit
-    base, times = state.batch / state.rate("merged", 1), {way: state.batch / state.rate(way, count) for way in WAYS}
-    times["plain"] = base
-    drawing.number((MARGIN, y), f"{times['together'] / base:.2f}", "times as long with all adapters at once", BLUE)
-    pieces = {
-        "plain": [(base, MID)],
-        "together": [(base, MID), (times["together"] - base, BLUE)],
-        "loop": [(base, MID), *[((times["loop"] - base) / count, ORANGE)] * count],
-        "merged": [(times["merged"] / count, MID if index < fits else "none") for index in range(count)],
-    }
-    for way, (name, colour) in NAMES.items():
-        y += 30
-        drawing.text((MARGIN, y), name, size=SMALL, bold=True, colour=colour)
-        x = MARGIN
-        for part, fill in pieces[way]:
-            wide = part / max(times.values()) * (drawing.width - 2 * MARGIN - 58)
-            box = Box(x, y + 6, wide - min(1, wide / 2), 22)
+    rates = state.rate("merged", 1), *(state.rate(way, count) for way in WAYS)
+    base, together, loop, merged = (state.batch / rate for rate in rates)
+    kernel = f"{'all ' * (count > 1)}{count} in one kernel"
+    drawing.number((MARGIN, y), f"{together / base:.2f}", f"times as long with {kernel}", BLUE)
+    rows = [
+        ("without adapters", INK, [(base, MID)]),
+        (kernel, BLUE, [(base, MID), (together - base, BLUE)]),
+        ("one after the other", ORANGE, [(base, MID), *[((loop - base) / count, ORANGE)] * count]),
+        ("a merged model each", INK, [(merged / count, MID if index < fits else "none") for index in range(count)]),
+    ]
+    left, x, wide = MARGIN + (150 if drawing.width >= WIDE else 86), 0.0, 0.0
+    for name, colour, pieces in rows:
+        y += 34
+        lines = balanced(name, left - MARGIN - 4)
+        for index, line in enumerate(lines):
+            drawing.text((MARGIN, y + 13 * (index - (len(lines) - 1) / 2)), line, size=SMALL, colour=colour)
+        x = left
+        for part, fill in pieces:
+            wide = part / max(together, loop, merged) * (drawing.width - MARGIN - left - 94)
+            box = Box(x, y - 15, wide - min(1, wide / 2), 22)
             drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
             if fill == "none":
                 drawing.hatch(box, VERMILLION)
             x += wide
-        drawing.text((x + 6, y + 22), seconds(times[way]), size=SMALL)
-        y += 28
-    return y
+        total = sum(part for part, _ in pieces)
+        drawing.text((x + 6, y), seconds(total) + f" ×{total / base:.3g}" * (name != rows[0][0]), size=SMALL)
+    if fits < count:
+        middle = x - (count - fits) * wide / 2, y
+        drawing.text(middle, "do not fit", size=SMALL, colour=VERMILLION, anchor="middle", halo=True)
+        drawing.text((x + 6, y + 15), "if they fitted", size=SMALL, colour=VERMILLION)
+    return y + 19

@@ -4,13 +4,14 @@ adapter in each slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
-from minivllm_lab.drawing import ink_on
-from minivllm_lab.palette import INK, SKY, VERMILLION
+from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.palette import GREEN, INK, SKY, VERMILLION
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds
@@ -31,6 +32,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         words = "Nothing is served." if state.refused else "Still serving the requests."
         drawing.text((LEFT, y + HIGH), words, size=SMALL, colour=QUIET)
         return y + HIGH + 10
+    missing = max(0, math.ceil(state.late[0][1] or 0) - state.slots) if state.late and state.late[0][0] is None else 0
     start, end = state.serving.window
     ends = frame_ends(Scale(start, end))
     frames = [_moment_at(state.here.strip, end) for end in ends]
@@ -39,7 +41,11 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     _write(drawing, y + 10, queue_words)
     gate = _draw_boxes(drawing, y + 18, queue, rows=1) + 10
     _write(drawing, gate + 20, slot_words)
-    bottom = _draw_boxes(drawing, gate + 28, slots, rows=2) + 10
+    words, right = f"{missing} missing", drawing.width - LEFT
+    if missing and max(text_width(each + words, SMALL) for each in slot_words) + 8 < right - LEFT:
+        with drawing.answer():
+            drawing.text((right, gate + 20), words, size=SMALL, colour=GREEN, anchor="end")
+    bottom = _draw_boxes(drawing, gate + 28, slots, rows=2, missing=missing) + 10
     drawing.rect(Box(MARGIN, gate, drawing.width - 2 * MARGIN, bottom - gate), "none", stroke=MID, radius=6)
     for _, at in _stays([bool(frame.held_for) or None for frame in frames]):
         with drawing.layer(at=at):
@@ -59,11 +65,11 @@ def _scene(moment: Moment, skew: float) -> tuple[str, list[Shown], str, list[Sho
     """
     many, colours = len(moment.held_for), {None: IDLE} | dict.fromkeys(moment.in_use, SKY)
     queue = f"{counted(many, 'request')} wait{'s' * (many == 1)}" if many else "no request waits for a slot"
-    slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} in use"
+    slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} used"
     waits, runs = min(moment.held_for, default=0), max(moment.in_use, default=0)
     if unjust := skew and 0 < waits < runs:
         queue += f", even for {'the most popular adapter' if waits == 1 else f'adapter {waits}'}"
-        slots += f", one by the rarer {runs}"
+        slots += f", one by rare {runs}"
     waiting = [(str(each), VERMILLION, bool(unjust and each == waits)) for each in moment.held_for]
     loaded = [(str(each or ""), colours.get(each, RESERVED), bool(unjust and each == runs)) for each in moment.slots]
     return queue, waiting, slots, loaded
@@ -74,9 +80,9 @@ def _write(drawing: Drawing, y: float, frames: Sequence[str]) -> None:
         drawing.text((LEFT, y), words, size=SMALL, at=at)
 
 
-def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], rows: int) -> float:
+def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], rows: int, missing: int = 0) -> float:
     """Draw a box for each item of each frame, or, if they are too many, count the others in the last
-    box; return the y below.
+    box; and the outlines of missing boxes, if they fit; return the y below.
     """
     across = int((drawing.width - 2 * LEFT + GAP) // (WIDE + GAP))
     most = across * rows
@@ -85,8 +91,12 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
         for items in frames
     ]
     longest = max(map(len, shown))
-    for index in range(longest):
+    missing *= longest + missing <= most
+    for index in range(longest + missing):
         box = Box(LEFT + index % across * (WIDE + GAP), y + index // across * (HIGH + GAP), WIDE, HIGH)
+        if index >= longest:
+            with drawing.answer():
+                drawing.rect(box, "none", stroke=GREEN, dash="3 3", radius=2)
         for (words, colour, marked), at in _stays([items[index] if index < len(items) else None for items in shown]):
             if marked:
                 drawing.rect(Box(box.x - 2.5, box.y - 2.5, WIDE + 5, HIGH + 5), INK, at=at, radius=4)
@@ -94,7 +104,7 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
             place = (box.x + WIDE / 2, box.bottom - 7)
             ink = ink_on(colour) if colour in (SKY, VERMILLION) else INK  # the other boxes turn dark on a dark page
             drawing.text(place, words, size=SMALL, colour=ink, anchor="middle", bold=marked, at=at)
-    return y + max(1, -(-longest // across)) * (HIGH + GAP) - GAP
+    return y + max(1, -(-(longest + missing) // across)) * (HIGH + GAP) - GAP
 
 
 def _stays(shown: Iterable[Item | None]) -> Iterator[tuple[Item, str]]:

@@ -13,7 +13,8 @@ import shlex
 from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS
-from widgets.preemption.figure import cause_words, figure, micro
+from widgets.preemption.figure import cause_words, figure
+from widgets.preemption.pool import micro
 from widgets.preemption.runs import BLOCK_SIZE, BUDGET, SEATS, SPREAD, Point, Serving
 from widgets.preemption.state import (
     ANSWERS,

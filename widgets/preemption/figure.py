@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import (
-    MARGIN,
-    VALUE,
-    WIDE,
-    Axes,
-    Scale,
-    counted,
-    figures,
-    hidden_note,
-    modelled,
-    percent,
-    seconds,
-    tokens,
-)
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, percent, seconds, tokens
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-HIGH = 130
+HIGH = 116
 """The pixels of a plot's height."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the pool and one victim over time; below, what each pool loses to preemption, and what a
-    victim's token costs.
-    """
+    """Draw the pool and one victim over time; below, what each pool loses to preemption."""
     serving = state.serving
     point = state.points.get(state.pool)
     title = f"The pool, and one {'victim' if point and point.preemptions else 'request'}"
     drawing = Drawing(width, 0, title, f"A pool of {state.pool} tokens, and what a victim holds over time")
     victim = "by your function" if state.own else serving.rule
-    note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; {modelled(state.error)}"
-    y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
-    wide = width >= WIDE
-    loss = Box(60, draw_pool(drawing, state, y + 19) + 40, (0.62 * width if wide else width - MARGIN) - 60, HIGH)
+    note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; modelled"
+    with drawing.layer(tip=modelled(state.error)):
+        y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
+    loss = Box(60, draw_pool(drawing, state, y + 19) + 56, width - MARGIN - 60, HIGH)
     _draw_loss(drawing, loss, state, pinned)
-    place = (loss.right + 72, loss.y) if wide else (loss.x, loss.bottom + 78)
-    _draw_costs(drawing, Box(*place, width - MARGIN - place[0], HIGH), state)
-    drawing.height = loss.bottom + 44 if wide else place[1] + 118
+    drawing.height = loss.bottom + 44
     return drawing.render()
 
 
@@ -61,14 +43,13 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("tokens computed twice", ORANGE)
+    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("share of tokens computed twice", ORANGE)
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
-    point, y = state.points.get(state.pool), box.y - 10
-    drawing.text((box.x, y), name, size=SMALL, colour=QUIET)
-    if point and point.recomputed:
+    drawing.text((MARGIN, box.y - 10), name, size=SMALL, colour=QUIET)
+    if (point := state.points.get(state.pool)) and point.recomputed:
         with drawing.answer():
-            words = f"by {counted(point.preemptions, 'such victim')}"
-            drawing.text((box.x + text_width(name, SMALL), y), words, size=SMALL, colour=QUIET)
+            each = f"{counted(point.preemptions, 'victim')} × about {point.recomputed / point.preemptions:,.0f} tokens"
+            drawing.text((MARGIN, box.y - 28), f"{each} = {percent(point.wasted)} of all", size=SMALL, bold=True)
     _draw_broken(axes, state)
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
@@ -89,12 +70,13 @@ def _draw_broken(axes: Axes, state: State) -> None:
     for span in state.late:
         words = late_words(state, span)
         axes.shade(*span, words)
-        axes.explain(*span, words.split(":")[0].replace("on average", f"below {state.saturation / 1024:,.0f}K"))
+        axes.explain(*span, words.split(":")[0].replace("average", f"average below {state.saturation / 1024:,.0f}K"))
         if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
             if state.points[fine[0]].lost:
                 axes.explain(fine[0], None, "in time", GREEN)
             elif state.pool < fine[0]:
                 axes.label(axes.at(math.sqrt(fine[0] * POOLS[-1]), 0), "none", GREEN)
+                axes.label(axes.at(fine[0], 0.4 * axes.y.high), "only at peaks", ORANGE)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -118,7 +100,7 @@ def cause_words(state: State, cause: str, pool: int) -> str:
     point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
     full = f"full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
-        "queue": full if load <= most else f"too slow: any pool handles at most {figures(most)} of {load:g} requests/s",
+        "queue": full if load <= most else f"too slow: any pool handles at most {most:.3g} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",
         "copies": f"copies: steps wait for them {percent(point.copying / point.seconds)} of the time",
         "wait": f"too slow: over {seconds(state.limit)}, though few tokens are computed twice",
@@ -133,28 +115,3 @@ def _tip(state: State, pool: int) -> str:
         f"{seconds(point.latency(0.5))}; {point.preemptions:,} preemptions, {point.recomputed:,} tokens recomputed "
         f"({percent(point.wasted)} of all), {point.copied:,} blocks copied"
     )
-
-
-# ---- the cost of a victim
-
-
-def _draw_costs(drawing: Drawing, box: Box, state: State) -> None:
-    """Draw the time to recompute and to swap a token as bars."""
-    serving, crossover = state.serving, state.serving.crossover
-    drawing.text((box.x, box.y - 10), "time for one lost token", size=SMALL, colour=QUIET)
-    costs = (
-        ("recomputed", crossover.recompute, ORANGE, serving.policy == "recompute"),
-        (f"swapped, {serving.link.name}", crossover.swap, PURPLE, serving.policy != "recompute"),
-    )
-    most = max(cost for _, cost, _, _ in costs)
-    for index, (words, cost, colour, used) in enumerate(costs):
-        top = box.y + 24 + 56 * index
-        drawing.text((box.x, top), words, size=SMALL, bold=used)
-        bar = Box(box.x, top + 7, max(2.0, cost / most * (box.width - 56)), 18)
-        drawing.rect(bar, colour, tip=f"{words}: {micro(cost)}")
-        drawing.text((bar.right + 6, top + 20), micro(cost), size=SMALL, bold=used)
-
-
-def micro(value: float) -> str:
-    """Format the time that one token takes."""
-    return f"{value * 1e6:.3g} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"

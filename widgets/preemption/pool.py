@@ -17,9 +17,9 @@ from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, text_box
-from widgets.shell.theme import BROKEN, CARD, MISSED, TINT
+from widgets.shell.theme import BROKEN, CARD, MISSED, RESERVED, TINT
 
-NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 22
+NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 38
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
@@ -107,7 +107,8 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
         below += held
         layer = Box(box.x, top, box.width, bottom - top)
         if shown:
-            drawing.polygon([(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)], TINT)
+            funnel = [(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)]
+            drawing.polygon(funnel, RESERVED)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
     words = f"{counted(len(holders), 'request')} grow{'s' * (len(holders) == 1)}"
@@ -151,8 +152,15 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
     draw_times(drawing, box, across)
+    top = box.bottom - box.height * life[0].high / most
     for held in life:
-        _name_period(drawing, box, held, across, swaps)
+        _name_period(drawing, box, held, top, across, swaps)
+        if held.span.kind == AGAIN:
+            _draw_ways_back(drawing, box, held.span, life[0].high, top, across, state)
+    if len(life) == 1:
+        costs = state.serving.crossover
+        words = f"a victim's token: recomputed in {micro(costs.recompute)}, swapped in {micro(costs.swap)}"
+        drawing.paragraph((box.x + 8, panel.y + 14), words, box.width - 16)
 
 
 def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
@@ -173,30 +181,62 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
     drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
-def _name_period(drawing: Drawing, box: Box, held: Held, across: Scale, swaps: bool) -> None:
+def _name_period(drawing: Drawing, box: Box, held: Held, top: float, across: Scale, swaps: bool) -> None:
     """Name what happens to the request in a period."""
-    span, above, inside = held.span, box.y - 8, box.bottom - 10
+    span, low = held.span, box.bottom - 10
     left, right = pixels(box, across, span.start, span.end)
+    ink, ground = (ink_on(PURPLE), PURPLE) if swaps else (VERMILLION, TINT)
     with drawing.layer(at=frames_from(span.start, across)):
         if span.kind == OUT:
-            drawing.polyline([(left, box.y - 4), (left, box.bottom)], VERMILLION, width=2.5)
+            drawing.polyline([(left, box.y - 19), (left, box.bottom)], VERMILLION, width=2.5)
+            drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
             at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
             ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
-            _write(drawing, "preempted", ends, above, VERMILLION, TINT, anchor)
-            ground = BLUE if at_end else PURPLE if swaps else TINT
-            inks = (VERMILLION if ground == TINT else ink_on(ground), ground)
-            lost, ends = "copied out" if swaps else "all lost", ends if at_end else (left + 6, right)
-            _write(drawing, lost, ends, above + 26, *inks, anchor)
-            colours = (ink_on(PURPLE), PURPLE) if swaps else (QUIET, TINT)
-            _write(drawing, "waits", (left + 4, right - 4), inside, *colours, "middle")
-        elif span.kind == AGAIN:
-            words, colour = ("copied back", PURPLE) if swaps else ("recomputed", ORANGE)
-            place = text_box(((left + right) / 2, above), words, SMALL, "middle", bold=True)
-            start = max([place.x, *(word.right + 8 for word in drawing.words if word.overlaps(place))])
-            _write(drawing, words, (min(start, box.right - place.width), box.right), above, colour, TINT)
-        else:
-            words = f"{held.high:,} tokens" if left <= box.x else "goes on"
-            _write(drawing, words, (left + 8, right), inside, ink_on(BLUE), BLUE)
+            _write(drawing, "preempted", ends, box.y - 8, VERMILLION, TINT, anchor)
+            _write(drawing, "copied out" if swaps else "lost", (left + 1, right), top + 18, ink, ground, "middle")
+            _write(drawing, "waits", (left + 1, right), low, ink, ground, "middle")
+        elif span.kind == RUNS and left > box.x:
+            _write(drawing, "goes on", (left + 8, right), low, ink_on(BLUE), BLUE)
+        elif span.kind == RUNS:
+            x, words = right - 6, f"{held.high:,} tokens"
+            drawing.line((x, top + 4), (x, low + 6), ink_on(BLUE), width=1.5)
+            for y in (top + 4, low + 6):
+                drawing.line((x - 3, y), (x + 3, y), ink_on(BLUE), width=1.5)
+            _write(drawing, words, (left, x - 7), (top + box.bottom) / 2 + 4, ink_on(BLUE), BLUE, "end")
+
+
+def _draw_ways_back(drawing: Drawing, box: Box, span: Span, lost: int, top: float, across: Scale, state: State) -> None:
+    """Write how long the request took to come back, and draw the other way to restore its tokens."""
+    costs = state.serving.crossover
+    ways = [("recomputed", ORANGE, costs.recompute * lost), ("swapped", PURPLE, costs.swap * lost)]
+    (words, colour, _), (other, light, cost) = ways if state.serving.policy == "recompute" else ways[::-1]
+    share = min(1.0, (across.high - span.start) / cost)
+    left, right = pixels(box, across, span.start, span.start + share * cost)
+    peak = right, box.bottom - (box.bottom - top) * share
+    with drawing.layer(at=frames_from(span.start, across)):
+        if cost < span.end - span.start:
+            drawing.polygon([(left, box.bottom), peak, (right, box.bottom)], light)
+        drawing.polyline([(left, box.bottom), peak], light)
+        middle = sum(pixels(box, across, span.start, span.end)) / 2
+        _write_above(
+            drawing, f"{words}: {_about(span.end - span.start)}", middle, box.y - 25, box.right, colour, bold=True
+        )
+        _write_above(drawing, f"if {other}: {_about(cost)}", right, box.y - 8, box.right, light)
+
+
+def _about(value: float) -> str:
+    return seconds(float(f"{value:.2g}"))
+
+
+def _write_above(
+    drawing: Drawing, words: str, x: float, y: float, right: float, colour: str, bold: bool = False
+) -> None:
+    """Write the words around `x`, right of all other words in the line, if they fit."""
+    box = text_box((x, y), words, SMALL, "middle", bold)
+    near = Box(box.x - 14, box.y, box.width, box.height)
+    start = max([box.x, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
+    if start <= right - box.width + 4 or start == box.x:
+        drawing.text((min(start, right - box.width), y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
 
 
 def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:
@@ -213,3 +253,8 @@ def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, grou
 def _caption(point: Point, now: float, start: float) -> str:
     sample = point.samples[max(0, bisect_right(point.samples, now, key=lambda sample: sample.end) - 1)]
     return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {sample.out} preempted"
+
+
+def micro(value: float) -> str:
+    """Format the time that one token takes."""
+    return f"{value * 1e6:.3g} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"
