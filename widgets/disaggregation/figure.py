@@ -45,11 +45,6 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def limit_words(side: Side, preposition: str) -> str:
-    """Name the highest rate that a design handles."""
-    return f"{preposition} {figures(side.goodput)}" if side.goodput > RATES[0] else f"below {RATES[0]:g}"
-
-
 def cause_words(cause: str, state: State) -> str:
     """Describe what goes wrong."""
     return {
@@ -148,7 +143,7 @@ def _draw_rates(drawing: Drawing, box: Box, state: State, pinned: State | None) 
         _draw_side(one, state, both, {"both": f"{both.gpus} do both"}, state.is_tuned)
     hidden_note(drawing, replace(one.box, x=MARGIN, width=2 * NAMES))
     if pinned and pinned.mine.points:
-        whole.pinned([pinned.mine.goodput] * 2, [0, 1], pinned.rate)
+        whole.pinned([pinned.mine.goodput] * 2, [0, 1], min(pinned.rate, high))
     # The handle's axis goes on beyond the picture, up to the highest rate.
     far = Axes(drawing, replace(box, width=box.width * RATES[-1] / high), Scale(0, RATES[-1]), whole.y)
     far.here(min(state.rate, high), "rate")
@@ -158,8 +153,9 @@ def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], know
     """Draw up to which rate each part of a design handles the requests, and the rate that all do."""
     drawing, box = axes.drawing, axes.box
     right, wide = drawing.width - MARGIN, drawing.width >= WIDE
+    total = f"{figures(side.goodput) if side.goodput > RATES[0] else f'< {RATES[0]:g}'}/s"
     if known and side.edge[1] < math.inf:
-        words = f"{side.name} break {limit_words(side, 'at')}: {cause_words(side.cause, state)}"
+        words = f"{side.name} break at {total}: {cause_words(side.cause, state)}"
         axes.shade(max(side.goodput, RATES[0]), None, words)
     for index, (part, name) in enumerate(names.items()):
         high, most, colours = box.height / len(names), side.most(part), STAGES[part]
@@ -178,8 +174,8 @@ def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], know
     with drawing.on_top():
         if known:
             late = state.rate in side.points and side.breaks(state.rate)
-            colour, words = VERMILLION if late else GREEN, f"{limit_words(side, '').replace('below', '<').strip()}/s"
-            drawing.text((right, y), words, size=VALUE, colour=colour, anchor="end", bold=True, halo=True)
+            colour = VERMILLION if late else GREEN
+            drawing.text((right, y), total, size=VALUE, colour=colour, anchor="end", bold=True, halo=True)
         if state.rate in side.points:
             words = f"{percent(side.share(state.rate))} in time"
             place, anchor = ((right, y + 15), "end") if wide else ((MARGIN, y), "start")

@@ -11,14 +11,14 @@ from itertools import accumulate, pairwise
 from minivllm_lab.palette import GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
-from widgets.serving.state import Knee, Served, State
+from widgets.serving.state import Served, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
 from widgets.shell.svg import BODY, BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
 from widgets.shell.theme import BROKEN, CARD, MID, RESERVED, TINT
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (0.5, 1, 5, 10, 50, 100, 500)
-SIDE, TICK, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 104, 26, 44, 368, 72
+SIDE, TICK, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 104, 26, 44, 364, 72
 """The widths beside the plots: of the GPUs, of the scale, of the values, of a GPU at most; the heights of a GPU, of all
 rows on a wide page, and of a plot on a narrow one.
 """
@@ -99,7 +99,7 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
     if served.refused:
         axes.shade(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
-        axes.shade(knee.rate, None, knee_words(knee, served))
+        axes.shade(knee.rate, None, f"breaks at {per_second(knee.rate)}: {cause_words(knee.cause, served)}")
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), PALE)
     room = 0 if served.refused else box.right - end
@@ -136,7 +136,7 @@ def _draw_scale(axes: Axes, served: Served, end: float) -> None:
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
     """Stack the parts of a token's time over the rate."""
     known = drawn_rates(served)
-    rates = sorted({*known, *(low * (high / low) ** (part / 8) for low, high in pairwise(known) for part in range(8))})
+    rates = sorted({*known, *(low * (high / low) ** (part / 5) for low, high in pairwise(known) for part in range(5))})
     run = experiment(state.model, state.gpu, served.layout, state.work)
     stacks = [list(accumulate(run.parts(rate, tpot_at(served, rate) or 0.0), initial=0.0)) for rate in rates]
     for index, part in enumerate(PARTS):
@@ -217,12 +217,6 @@ def _tip(state: State, served: Served, rate: float) -> str:
 def per_second(rate: float) -> str:
     """Format the rate that a layout handles: < 0.5/s, 4.27/s, 39/s."""
     return f"{'< ' * (rate <= RATES[0])}{f'{rate:,.0f}' if rate >= 10 else figures(rate)}/s"
-
-
-def knee_words(knee: Knee, served: Served) -> str:
-    """Describe where a layout breaks, and why."""
-    where = f"at {figures(knee.rate)}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
-    return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
 def cause_words(cause: str, served: Served) -> str:
