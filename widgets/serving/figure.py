@@ -8,10 +8,10 @@ import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from minivllm_lab.palette import GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.palette import GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
-from widgets.serving.state import Knee, Served, State
+from widgets.serving.state import Served, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
 from widgets.shell.svg import BODY, BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
 from widgets.shell.theme import BROKEN, CARD, MID, RESERVED, TINT
@@ -23,10 +23,10 @@ SIDE, TICK, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 104, 26, 44, 364,
 rows on a wide page, and of a plot on a narrow one.
 """
 PARTS = (
-    Segment("launches", 0, MID, "launches and sampling, the same on any number of GPUs"),
+    Segment("kernel launches", 0, MID, "launches and sampling, the same on any number of GPUs"),
     Segment("reading weights", 0, SKY, "reading the weights, of which each GPU has its share"),
     Segment("GPUs exchange", 0, ORANGE, "all-reduces between the GPUs that share an engine"),
-    Segment("the batch", 0, PURPLE, "arithmetic, the KV cache and prompts, which grow with the load"),
+    Segment("the batch: KV and arithmetic", 0, PURPLE, "the KV cache, prompts and answers, which grow with the load"),
 )
 """The parts of a step, as `Experiment.parts` returns them."""
 
@@ -37,18 +37,19 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     served = f"{state.model} on {state.layout.gpus} {state.gpu}"
     drawing = Drawing(width, 0, served, "The parts of one token's time against the rate, layout by layout")
-    note = f"{served}{'; your collector' * state.own}; first token within {seconds(state.served.ttft)}"
+    decides = any(other.knee and other.knee.cause == "ttft" for other in state.others)
+    first = f"; first token within {seconds(state.served.ttft)}" * decides
+    note = f"{served}{'; your collector' * state.own}{first}"
     with drawing.layer(tip=f"Times are modelled{f', {state.error} against published runs' if state.error else ''}."):
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    above, y = (24, y) if wide else (68, y + 22)
+    above, y = (24, y + 12) if wide else (80, y + 22)
     now = f"at {state.rate:g}/s"
-    drawing.text((MARGIN, y + 16 * wide), "tensor × data parallel", size=SMALL, colour=QUIET)
     for row, words in enumerate(("time per token", now) if wide else (f"time per token {now}",)):
-        drawing.text((width - MARGIN, y + 16 * wide + 15 * row), words, size=SMALL, colour=QUIET, anchor="end")
+        drawing.text((width - MARGIN, y + 19 * wide + 15 * row), words, size=SMALL, colour=QUIET, anchor="end")
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
     left = MARGIN + SIDE * wide + TICK
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
@@ -98,15 +99,20 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
     if served.refused:
         axes.shade(None, None, f"{state.model} does not fit: {served.refused}")
     elif knee:
-        axes.shade(knee.rate, None, knee_words(knee, served))
+        axes.shade(knee.rate, None, f"breaks at {per_second(knee.rate)}: {cause_words(knee.cause, served)}")
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
-    drawing.rect(Box(end, box.y, box.right - end, box.height), BROKEN)
+    drawing.rect(Box(end, box.y, box.right - end, box.height), PALE)
     room = 0 if served.refused else box.right - end
-    words = "queue grows" if room > 84 else "queue,grows"
-    for index, word in enumerate([*words.split(","), f"at {per_second(served.queue_grows_from)}"] if room > 54 else ()):
-        place = (end + box.right) / 2, box.y + box.height / 2 - 7 + 15 * index
-        drawing.text(place, word, size=SMALL, anchor="middle", colour=VERMILLION)
+    for row, word in enumerate(("queue", "grows", f"at {per_second(served.queue_grows_from)}") if room > 54 else ()):
+        place = (end + box.right) / 2, box.y + box.height / 2 - 10 + 15 * row
+        drawing.text(place, word, size=SMALL, anchor="middle")
     _draw_parts(axes, state, served)
+    wall = min(axes.at(max(served.goodput, RATES[0]), 0)[0], end)
+    handle = min(max(axes.at(state.rate, 0)[0], wall), end)
+    left, right = max((wall, handle), (handle, end), key=lambda part: part[1] - part[0])
+    for row, word in enumerate(("too", "slow") if knee and right - left > 45 else ()):
+        place = left + 4, box.y + 11 + 12 * row
+        drawing.text(place, word, size=SMALL, colour=VERMILLION, halo=BROKEN)
     if not served.refused and axes.y.high < math.inf:
         _draw_scale(axes, served, end)
     _draw_knee(axes, state, served)
@@ -130,7 +136,7 @@ def _draw_scale(axes: Axes, served: Served, end: float) -> None:
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
     """Stack the parts of a token's time over the rate."""
     known = drawn_rates(served)
-    rates = sorted({*known, *(low * (high / low) ** (part / 3) for low, high in pairwise(known) for part in range(3))})
+    rates = sorted({*known, *(low * (high / low) ** (part / 5) for low, high in pairwise(known) for part in range(5))})
     run = experiment(state.model, state.gpu, served.layout, state.work)
     stacks = [list(accumulate(run.parts(rate, tpot_at(served, rate) or 0.0), initial=0.0)) for rate in rates]
     for index, part in enumerate(PARTS):
@@ -147,9 +153,10 @@ def _draw_knee(axes: Axes, state: State, served: Served) -> None:
     if served.is_found and not served.refused:
         best = state.complete and rate > RATES[0] and rate >= max(other.goodput for other in state.others)
         words = f"{'the most: ' * best}{per_second(rate)}"
-        half = BOLD * text_width(words, BODY) / 2
-        place = (min(max(axes.at(rate, 0)[0], box.x + half), box.right - half), box.y - 5)
-        axes.drawing.text(place, words, bold=True, colour=GREEN if best else INK, anchor="middle")
+        wall, room = axes.at(rate, 0)[0], BOLD * text_width(words, BODY)
+        left = wall - room if state.rate >= rate else wall
+        place = min(max(left, box.x), box.right - room), box.y - 5
+        axes.drawing.text(place, words, bold=True, colour=GREEN if best else INK)
 
 
 def _draw_value(axes: Axes, state: State, served: Served) -> None:
@@ -163,7 +170,7 @@ def _draw_value(axes: Axes, state: State, served: Served) -> None:
     elif spent:
         axes.points([state.rate], [min(spent, axes.y.high)], colour)
         words, size = seconds(spent), 22 if served.layout == state.layout else 16
-    y = box.y + box.height / 2 + 8 if drawing.width >= WIDE else box.y - 28
+    y = box.y + box.height / 2 + 8 if drawing.width >= WIDE else box.y - 40
     drawing.text((drawing.width - MARGIN, y), words, size=size, bold=True, colour=colour, anchor="end")
 
 
@@ -173,10 +180,11 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     """
     wide = drawing.width >= WIDE
     name, count = str(layout), f"{counted(layout.tp * layout.pp, 'GPU')} × {counted(layout.dp, 'engine')}"
+    parts = layout.tp * layout.pp
     after = MARGIN + 10 + max(120, BOLD * text_width(name, SMALL), text_width(count, SMALL))
-    x, y = (MARGIN, plot.y + 20) if wide else (after, plot.y - 50)
-    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 42), name, size=SMALL, bold=chosen)
-    room, high = (SIDE - 10, min(TANK, plot.height - 40)) if wide else (drawing.width - MARGIN - 118 - x, 24)
+    x, y = (MARGIN, plot.y + 20) if wide else (after, plot.y - 64)
+    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 56), name, size=SMALL, bold=chosen)
+    room, high = (SIDE - 10, min(TANK, plot.height - 52)) if wide else (drawing.width - MARGIN - 118 - x, 24)
     pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
     part = high / layout.pp
     for _ in range(layout.dp if pitch >= 5 else 0):
@@ -187,11 +195,13 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
             drawing.line((x + 4, middle), (frame.right - 4, middle), ORANGE, width=3)
             for rank in range(layout.tp):
                 gpu = Box(x + 4 + rank * pitch, y + 4 + stage * part, pitch - 4, part - 4)
-                share = gpu.height / (layout.tp * layout.pp)
+                share = gpu.height / parts
                 drawing.rect(gpu, CARD)
                 drawing.rect(Box(gpu.x, gpu.bottom - share, gpu.width, share), SKY)
         x = frame.right + 3
-    drawing.text((MARGIN, y + high + 20 if wide else plot.y - 26), count, size=SMALL, colour=QUIET)
+    y = y + high + 20 if wide else plot.y - 40
+    drawing.text((MARGIN, y), count, size=SMALL, colour=QUIET)
+    drawing.text((MARGIN, y + 15), f"each reads {f'1/{parts}' if parts > 1 else 'all'}", size=SMALL, colour=SKY)
 
 
 def _tip(state: State, served: Served, rate: float) -> str:
@@ -207,12 +217,6 @@ def _tip(state: State, served: Served, rate: float) -> str:
 def per_second(rate: float) -> str:
     """Format the rate that a layout handles: < 0.5/s, 4.27/s, 39/s."""
     return f"{'< ' * (rate <= RATES[0])}{f'{rate:,.0f}' if rate >= 10 else figures(rate)}/s"
-
-
-def knee_words(knee: Knee, served: Served) -> str:
-    """Describe where a layout breaks, and why."""
-    where = f"at {figures(knee.rate)}" if knee.rate > RATES[0] else f"below {RATES[0]:g}"
-    return f"breaks {where}: {cause_words(knee.cause, served)}"
 
 
 def cause_words(cause: str, served: Served) -> str:
@@ -240,6 +244,6 @@ def tpot_at(served: Served, rate: float) -> float | None:
     high = min((known for known in served.rates if known >= rate), default=None)
     if low is None or high is None:
         return None
-    share = (rate - low) / ((high - low) or 1)
+    share = math.log(rate / low) / math.log(high / low) if low < high else 0
     first, last = served.points[low].tpot[1], served.points[high].tpot[1]
-    return first + (last - first) * share
+    return first * (last / first) ** share if first else 0.0

@@ -269,16 +269,9 @@ class _Sweep:
         others = tuple(self._served(runs) for runs in self.runs)
         served = next(layout for layout in others if layout.layout == self.here)
         return State(
-            rate=self.rate,
-            model=self.model,
-            gpu=self.gpu,
-            served=served,
-            others=others,
-            work=self.work,
-            reads=self._reads(served),
-            own=self.collector is not None,
-            error=KNOWN_ERROR,
-        )
+            rate=self.rate, model=self.model, gpu=self.gpu, served=served, others=others, work=self.work,
+            reads=self._reads(served), own=self.collector is not None, error=KNOWN_ERROR,
+        )  # fmt: skip
 
     def _reads(self, served: Served) -> tuple[Read, ...]:
         if self.rate not in served.points:
