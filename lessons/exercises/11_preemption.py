@@ -50,8 +50,8 @@ def victim(running, policy):
 def preempt(request, waiting, memory):
     """Preempt a request by recompute: free its blocks and put it back into the queue.
 
-    request  has `request_id`, `status`, `num_computed_tokens`, `spec_token_ids` (drafts, a list) and `num_preemptions`;
-             its tokens, those that it has generated among them, stay
+    request  has `request_id`, `status`, `num_computed_tokens`, `spec_token_ids` (drafts: guessed next tokens) and
+             `num_preemptions`; its tokens, those that it has generated among them, stay
     waiting  the waiting queue: `waiting.prepend_requests([request, ...])` puts requests before all others, as far as
              the policy allows it
     memory   `memory.free(request_id)` frees all its blocks

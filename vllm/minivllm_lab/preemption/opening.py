@@ -78,8 +78,8 @@ def _pool(run: Followed, step: Step, wants: bool, freed: bool) -> list[str]:
         fill = tint(COLOURS[owner], 0.55) if owner else BLANK
         parts.append(rect(x, 80, BLOCK - 8, 40, fill, stroke=None if owner else QUIET, dash=None if owner else "3 3",
                           label=owner or "free", mono=True))  # fmt: skip
-        shown = f"block {place}" + (f", {names[place][:4]}" if place in names else "")
-        parts.append(text(x + BLOCK / 2 - 4, 138, shown, anchor="middle", size=11, colour=QUIET))
+        for y, shown in ((136, f"block {place}"), (151, f"hash {names[place][:4]}" if place in names else "")):
+            parts.append(text(x + BLOCK / 2 - 4, y, shown, anchor="middle", size=11, colour=QUIET))
     if wants:
         x = LEFT + 5 * BLOCK + BLOCK / 2 - 4
         parts += [arrow((x, 60), (x, 76), ORANGE), text(x - 8, 66, f"{OTHER} needs a block", anchor="end", size=12)]

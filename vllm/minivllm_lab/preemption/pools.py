@@ -49,10 +49,10 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
     """Show the modelled p99 latency of answers and first tokens by pool, under one open load."""
-    pools = (800, 500) if arguments.quick else cliff.POOLS
+    pools = (450, 300) if arguments.quick else cliff.POOLS
     records = {str(blocks): cliff.pool_of(blocks)._asdict() for blocks in track(pools, "sweeping pools")}
     record_table(
-        f"\n{REQUESTS} requests, {cliff.RATE} a second, by pool",
+        f"\n{cliff.REQUESTS:,} requests, {cliff.RATE} a second, by pool",
         records,
         "blocks {name} | full {mean:.0%} | at most {most:.0%} | preemptions {preemptions} | "
         "first, p99 {ttft:.2f} | answer, p50 {p50:.2f} | p99 {p99:.2f}",

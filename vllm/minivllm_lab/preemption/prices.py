@@ -66,7 +66,7 @@ def _there_and_back(space: Any, blocks: list[int]) -> None:
 
 GPUS = (
     ("Meta-Llama-3-8B", "H100", "PCIe 5"), ("Meta-Llama-3-8B", "A100-80", "PCIe 4"),
-    ("Meta-Llama-3-8B", "L4", "PCIe 4"), ("opt-13b", "A100-40", "PCIe 4"), ("Meta-Llama-3-70B", "H100", "PCIe 5"),
+    ("Meta-Llama-3-8B", "L4", "PCIe 4"), ("opt-13b", "A100-40", "PCIe 4"),
 )  # fmt: skip
 
 
