@@ -24,10 +24,9 @@ SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the seats and the queue under both policies, and below them TTFT by load."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
-    keys = [Segment("empty, though requests wait", 0, BROKEN, hatched=True), Segment("free", 0, IDLE)]
+    keys = [Segment("empty seat, though requests wait", 0, BROKEN, hatched=True), Segment("free seat", 0, IDLE)]
     shown = [stay.request + 1 for curve in state.curves for stay in curve.stretch.stays]
-    head = f"{counted(state.seats, 'seat')}, load {state.load:g}: requests {min(shown)}–{max(shown)} of {REQUESTS}"
-    y = draw_title(drawing, head, keys, 23)
+    y = draw_title(drawing, f"Load {state.load:g}: requests {min(shown)}–{max(shown)} of {REQUESTS}", keys, 23)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     across = Scale(state.start, state.start + state.window)
@@ -102,8 +101,7 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
             place = (MARGIN, y + 53) if wide else (beside, y + 12)
             drawing.text(place, "to first token", size=SMALL, colour=QUIET, anchor=anchor)
             place = (MARGIN, y + 68) if wide else (drawing.width - MARGIN, y + 30)
-            words = f"for {share(SERVICE)} of {REQUESTS}"
-            drawing.text(place, words, size=SMALL, colour=QUIET, anchor=anchor)
+            drawing.text(place, f"for {share(SERVICE)} of {REQUESTS}", size=SMALL, colour=QUIET, anchor=anchor)
 
 
 def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
@@ -118,11 +116,9 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
         corners += [(x, height) for x in pixels(box, across, moment.start, moment.end)]
     drawing.polygon([*corners, (corners[-1][0], base)], MID)
     drawing.line((box.x, base), (box.right, base))
-    words = f"{peak} wait here" if peak else "none wait here"
-    drawing.text((MARGIN, base + 14 * (drawing.width < WIDE)), words, size=SMALL)
+    drawing.text((MARGIN, base + 14 * (drawing.width < WIDE)), f"{peak or 'none'} wait here", size=SMALL)
     if curve is state.curves[-1]:
-        words = f"time, {seconds(state.window)} →"
-        drawing.text((box.right, base + 14), words, size=SMALL, colour=QUIET, anchor="end")
+        drawing.text((box.right, base + 14), f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
     return box.bottom + (25 if drawing.width >= WIDE else 40)
 
 

@@ -145,11 +145,6 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
     drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
     drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")
     drawing.text((right, top - 52), last, size=SMALL, bold=True, anchor="end")
-    if isinstance(state.everything, LeverResult):
-        mean = state.everything.tokens_per_second * state.everything.inter_token_latency
-        drawing.text((right, top - 37), f"{mean:.2g} at once on average", size=SMALL, anchor="end")
-    x, y = axes.at(0, low)
-    drawing.words.append(Box(x - 6, y - 6, 12, 12))  # of the dot
     paths = [[axes.at(*corner) for stair in stairs for corner in _corners(stair)] for stairs in climbs]
     with drawing.answer():
         drawing.polygon([*paths[0], *paths[1][::-1]], TINT)
@@ -158,8 +153,10 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
             with drawing.answer() if reverse else nullcontext():
                 draw(axes, stairs, reverse)
     hidden_note(drawing, Box(left + box.width / 2, top + CLIMB / 2, box.width / 2, CLIMB / 2))
-    drawing.circle((x, y), 5, GREY)
+    drawing.circle(axes.at(0, low), 5, GREY)
     if isinstance(state.everything, LeverResult):
+        mean = state.everything.tokens_per_second * state.everything.inter_token_latency
+        drawing.text((right, top - 37), f"{mean:.2g} at once on average", size=SMALL, anchor="end")
         end = axes.at(len(state.on), rates[1])
         drawing.line((end[0], top - 33), end)
         drawing.circle(end, 5, BLUE)
@@ -212,12 +209,11 @@ def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
             _draw_surprise(axes, stair, (x - 10, low))
         elif stair.special or low - high >= ROW or stair.colour == VERMILLION:
             _write(axes, [(x + 6, high + 17 * down) for down in (1, 2, 3)], stair)
-    last = next((stair for stair in stairs if stair.special), None)
-    if last and (before := stairs[: last.start[0]])[1:]:
-        words = f"{before[0].row.title} to {before[-1].row.title}: "
-        words += f"{_change(Step(before[0].step.before, before[-1].step.after))} together"
-        y = axes.at(*last.start)[1]
-        _put(axes, [(axes.box.right - 4, y + down) for down in range(17, 60, 4)], words, INK, "end")
+    if stairs[2:] and stairs[-1].special:
+        first, last = stairs[0], stairs[-2]
+        words = f"{first.row.title} to {last.row.title}: {_change(Step(first.step.before, last.step.after))} together"
+        places = [(axes.box.right - 4, axes.at(*last.top)[1] + down) for down in (17, 53)]
+        _write(axes, places, last._replace(colour=INK), "end", words)
 
 
 def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
@@ -231,18 +227,15 @@ def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
         axes.drawing.text((x, y + 18 + ROW * index), words, size=SMALL, colour=colour, anchor="end", bold=not index)
 
 
-def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start") -> bool:
-    words = f"{stair.row.title} {_change(stair.step)}"
-    return _put(axes, places, words, stair.colour, anchor, bold=stair.special)
-
-
-def _put(axes: Axes, places: Sequence[Point], words: str, colour: str, anchor: str, *, bold: bool = False) -> bool:
-    """Write words at the first of these places where they touch no others; return whether there is one."""
-    drawing = axes.drawing
+def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start", words: str = "") -> bool:
+    """Write a lever's name and factor, or `words`, at the first of these places where they touch no other
+    words; return whether there is one.
+    """
+    drawing, words = axes.drawing, words or f"{stair.row.title} {_change(stair.step)}"
     for place in places:
-        box = text_box(place, words, SMALL, anchor, bold)
+        box = text_box(place, words, SMALL, anchor, stair.special)
         if box.x > 2 and box.right < drawing.width - 2 and not any(box.overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=bold)
+            drawing.text(place, words, size=SMALL, colour=stair.colour, anchor=anchor, bold=stair.special)
             return True
     return False
 
@@ -297,7 +290,7 @@ def _tip(stair: Stair, reverse: int) -> str:
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
     """Draw the time between a request's tokens by requests at once, and its limit."""
-    slots, waits = _known(state)
+    slots, waits, tips = _known(state)
     limit = state.level * 1e3
     low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
@@ -307,10 +300,8 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     for low, high, trouble in breaks(state):
         axes.tint(low, high, BREAKS[trouble], VERMILLION)
     if pinned is not None:
-        axes.pinned(*_known(pinned), pinned.slots)
+        axes.pinned(*_known(pinned)[:2], pinned.slots)
     axes.mark_y(limit, f"limit {limit:g} ms", GREEN)
-    runs = zip(SLOTS, state.by_slots, strict=True)
-    tips = [_point_tip(state, count, run) for count, run in runs if isinstance(run, LeverResult)]
     axes.line(slots, waits, BLUE, tips=tips)
     axes.here(state.slots, "slots")
     if state.slots in slots:
@@ -319,11 +310,11 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
         axes.points([state.slots], [wait], BLUE)
 
 
-def _known(state: State) -> tuple[list[int], list[float]]:
-    """Return the numbers of slots at which the server runs, and the milliseconds between tokens."""
-    pairs = zip(SLOTS, state.by_slots, strict=True)
-    points = [(slots, run.inter_token_latency * 1e3) for slots, run in pairs if isinstance(run, LeverResult)]
-    return [slots for slots, _ in points], [wait for _, wait in points]
+def _known(state: State) -> tuple[list[int], list[float], list[str]]:
+    """Return the numbers of slots at which the server runs, with milliseconds between tokens and tooltips."""
+    runs = [(slots, run) for slots, run in zip(SLOTS, state.by_slots, strict=True) if isinstance(run, LeverResult)]
+    waits = [run.inter_token_latency * 1e3 for _, run in runs]
+    return [slots for slots, _ in runs], waits, [_point_tip(state, *pair) for pair in runs]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
@@ -335,8 +326,7 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     between = [_edge(state.level, *pair) for pair in pairwise(zip(SLOTS, state.by_slots, strict=True))]
     for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
         outcomes = list(run)
-        first = at
-        last = at + len(outcomes) - 1
+        first, last = at, at + len(outcomes) - 1
         at = last + 1
         if broken:
             low = between[first - 1] if first else None

@@ -18,7 +18,7 @@ from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 
 GUTTER = 40
-ROW, STRIP = 18, 158
+ROW, STRIP = 18, 156
 """Heights in pixels of a row of the map, and of the strip."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
@@ -72,7 +72,7 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     late = f"p95 time to first token above {state.target * 1e3:g} ms"
     line = f"the {'histories' if state.kind.grows else 'documents'} alone just fit"
     keys = [Segment(late, 0, BROKEN, hatched=True)] + [Segment(line, 0, INK, dash="5 3")] * _has_line(state)
-    y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 22
+    y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 24
     plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, row * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
     axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
@@ -125,13 +125,12 @@ def _cell_box(axes: Axes, users: int, pool: int) -> Box:
     return Box(left, top, right - left, bottom - top)
 
 
-def _step(state: State, cell: Reuse) -> int:
+def _step(cell: Reuse) -> int:
     return min(int(cell.hit_rate * len(RAMP)), len(RAMP) - 1)
 
 
 def _fill(state: State, cell: Reuse) -> str:
-    step = _step(state, cell)
-    return BROKEN if step == 0 and state.missed(cell) else RAMP[step]
+    return BROKEN if _step(cell) == 0 and state.missed(cell) else RAMP[_step(cell)]
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
@@ -144,15 +143,14 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
     """Write the cell's hit rate on top of hatching, beside the line of what must stay cached."""
     cell, here = state.cells[place], place[0] == state.users
-    x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(state, cell)]
-    column, load = POOLS.index(place[1]), state.load
-    line = Scale(*COLUMNS[column : column + 2], log=True).share(load.kind.kept(place[0], load.turns, load.prefix))
-    crossed = _has_line(state) and -0.2 < line < 1.2
-    if beside := crossed or (place[1] == state.pool and place[0] < state.users):  # the handle is there
-        side = 1 if crossed and line < 0.4 else -1
+    x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(cell)]
+    kept = state.kind.kept(place[0], state.load.turns, state.load.prefix)
+    line = 2 * math.log2(kept / MIDDLES[place[1]]) if _has_line(state) else 1  # in columns, from the cell's middle
+    if beside := abs(line) < 0.7 or (place[1] == state.pool and place[0] < state.users):  # the handle is there
+        side = 1 if -0.7 < line < -0.1 else -1
         x, y = x + side * 0.23 * box.width, y + side * 0.17 * box.height
-    halo, size = not beside and _fill(state, cell), SMALL if here else SMALL - 1
-    drawing.text((x, y), _rounded(cell), size=size, colour=colour, anchor="middle", bold=here, halo=halo)
+    halo = not beside and _fill(state, cell)
+    drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=halo)
 
 
 def _rounded(cell: Reuse) -> str:
@@ -197,9 +195,8 @@ def _draw_strip(drawing: Drawing, state: State) -> float:
     keys = [Segment("in the pool (paler: part)", 0, RAMP[3])]
     keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in strip.kinds()]
     y = legend(drawing, (MARGIN, y + 52), keys[:2], drawing.width) - 19
-    rooms = [34 + text_width(key.label, SMALL) for key in keys]
-    after = MARGIN + sum(rooms[:2])
-    place = (after, y) if after + sum(rooms[2:]) <= drawing.width else (MARGIN, y + 19)
+    after = MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys[:2])
+    place = (after, y) if drawing.width >= WIDE or not keys[3:] else (MARGIN, y + 19)
     with drawing.answer():
         y = legend(drawing, place, keys[2:], drawing.width - place[0])
     strip.box = box = Box(box.x, y + 4, box.width, box.height)
@@ -316,13 +313,13 @@ class _Strip:
         most = max(1, math.ceil(len(self.rows) * len(self.admissions) / MOST_PIECES))
         shares = self.held[user]
         y = number(top + self.high / 2)
-        style = f'stroke="{RAMP[3]}" stroke-width="{number(self.high - 2)}" fill="none"'
-        self.drawing.add(f'<g {style} shape-rendering="crispEdges">')  # without seams between the pieces
+        self.drawing.add(f'<g stroke="{RAMP[3]}" stroke-width="{number(self.high - 2)}" fill="none">')
         for index in range(first + 1, end + 1):
             if index < end and index - first < most and shares[index] == shares[first]:
                 continue
             if shares[first] > 0:
-                x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide)
+                seam = 0.5 * (shares[first] == 1)  # which full pieces cover
+                x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide + seam)
                 faint = f"{0.2 + 0.8 * shares[first] ** 2:.2f}".lstrip("0")
                 shape = f'd="M{x} {y}h{wide}" stroke-opacity="{faint}"'
                 self.drawing.add(f'<path {shape} data-at="{first} {self.last}"/>')
@@ -361,8 +358,7 @@ class _Strip:
             evicted |= {user: column for user, _ in admission.lost}
         if spans:
             early, (left, first) = sorted(end - start for start, end in spans), spans[0]
-            fewest = f"{early[0]} to " * (early[0] < early[-1])
-            said = f"always evicted {fewest}{counted(early[-1], 'request')} too early"
+            said = f"always evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
             place = (min(self.box.x + left * self.wide, self.box.right - text_width(said, SMALL)), self.box.y - 6)
             self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=f"{first} {self.last}")
 
