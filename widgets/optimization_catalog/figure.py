@@ -212,7 +212,7 @@ def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
     if stairs[2:] and stairs[-1].special:
         first, last = stairs[0], stairs[-2]
         words = f"{first.row.title} to {last.row.title}: {_change(Step(first.step.before, last.step.after))} together"
-        places = [(axes.box.right - 4, axes.at(*last.top)[1] + down) for down in (17, 53)]
+        places = [(axes.box.right - 4, axes.at(*last.top)[1] + down) for down in (17, 57)]
         _write(axes, places, last._replace(colour=INK), "end", words)
 
 

@@ -358,7 +358,8 @@ class _Strip:
             evicted |= {user: column for user, _ in admission.lost}
         if spans:
             early, (left, first) = sorted(end - start for start, end in spans), spans[0]
-            said = f"always evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
+            said = f"evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
+            said = "always " * (self.state.hit_rate == 0) + said
             place = (min(self.box.x + left * self.wide, self.box.right - text_width(said, SMALL)), self.box.y - 6)
             self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=f"{first} {self.last}")
 
