@@ -148,7 +148,7 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
     line = 2 * math.log2(kept / MIDDLES[place[1]]) if _has_line(state) else 1  # in columns, from the cell's middle
     if beside := abs(line) < 0.7 or (place[1] == state.pool and place[0] < state.users):  # the handle is there
         side = 1 if -0.7 < line < -0.1 else -1
-        x, y = x + side * 0.23 * box.width, y + side * 0.17 * box.height
+        x, y = x + side * 0.25 * box.width, y + side * 0.18 * box.height
     halo = not beside and _fill(state, cell)
     drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=halo)
 
