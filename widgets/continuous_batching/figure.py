@@ -24,21 +24,18 @@ SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Draw the seats and the queue under both policies, and below them TTFT by load."""
     drawing = Drawing(width, 0, f"Load on {state.seats} seats", "Static and continuous batching on the same arrivals")
-    keys = [Segment("empty, though requests wait", 0, BROKEN, hatched=True), Segment("free, none wait", 0, IDLE)]
-    y = draw_title(
-        drawing, f"{counted(state.seats, 'seat')} for {seconds(state.window)}, at load {state.load:g}", keys, 23
-    )
+    keys = [Segment("empty seat, though requests wait", 0, BROKEN, hatched=True), Segment("free seat", 0, IDLE)]
+    shown = [stay.request + 1 for curve in state.curves for stay in curve.stretch.stays]
+    y = draw_title(drawing, f"Load {state.load:g}: requests {min(shown)}–{max(shown)} of {REQUESTS}", keys, 23)
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     across = Scale(state.start, state.start + state.window)
-    y += 34 if width >= WIDE else 24
+    y += 32 if width >= WIDE else 24
     for curve in state.curves:
         y = _draw_policy(drawing, y, curve, state, across)
-    place = width - MARGIN, y - (11 if width >= WIDE else 26)
-    drawing.text(place, f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
     drawing.play([_caption(state, end) for end in frame_ends(across)], still=True)
     y = drawing.heading(
-        (MARGIN, y + 7),
+        (MARGIN, y + 9),
         "Time to first token by load",
         f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
     )
@@ -76,7 +73,7 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
         drawing.rect(Box(x - 1, box.y - 2, right - x + 1, box.height + 3), "none", stroke=INK)
         drawing.text((box.x, box.y - 8), "one batch waits for its longest answer", size=SMALL)
     elif curve.name == "continuous":
-        drawing.text((box.x, box.y - 8), "a free seat takes the next request at once", size=SMALL)
+        drawing.text((box.x, box.y - 8), "a free seat takes the next request", size=SMALL)
     if curve.name == "static" and curve.ceiling:
         words = f"full batches use {share(curve.ceiling)} of seats"
         place = box.right, box.y - 8 if wide else box.bottom + QUEUE + 17
@@ -98,11 +95,13 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
         words = seconds(float(f"{point.ttft(SERVICE):.2g}"))
         colour = VERMILLION if curve.broken(state.load) else GREEN
         with drawing.layer(answer="1" if curve.name == "static" else ""):
-            place, anchor = ((MARGIN, y + 42), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
+            place, anchor = ((MARGIN, y + 37), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
             drawing.text(place, words, size=22, bold=True, colour=colour, anchor=anchor)
             beside = drawing.width - MARGIN - 8 - BOLD * text_width(words, 22)
-            place = (MARGIN, y + 60) if wide else (beside, y + 12)
+            place = (MARGIN, y + 53) if wide else (beside, y + 12)
             drawing.text(place, "to first token", size=SMALL, colour=QUIET, anchor=anchor)
+            place = (MARGIN, y + 68) if wide else (drawing.width - MARGIN, y + 30)
+            drawing.text(place, f"for {share(SERVICE)} of {REQUESTS}", size=SMALL, colour=QUIET, anchor=anchor)
 
 
 def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
@@ -110,14 +109,16 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     moments = curve.stretch.moments
     most = max([8, *(moment.waiting for other in state.curves for moment in other.stretch.moments)])
     peak = max((moment.waiting for moment in moments), default=0)
-    corners = [(box.x, box.bottom)]
+    base = box.bottom if peak else box.y + 2
+    corners = [(box.x, base)]
     for moment in moments:
-        height = box.bottom - moment.waiting / most * box.height
+        height = base - moment.waiting / most * box.height
         corners += [(x, height) for x in pixels(box, across, moment.start, moment.end)]
-    drawing.polygon([*corners, (corners[-1][0], box.bottom)], MID)
-    drawing.line((box.x, box.bottom), (box.right, box.bottom))
-    words = f"up to {peak} wait" if peak else "none wait"
-    drawing.text((MARGIN, box.bottom + 14 * (drawing.width < WIDE)), words, size=SMALL)
+    drawing.polygon([*corners, (corners[-1][0], base)], MID)
+    drawing.line((box.x, base), (box.right, base))
+    drawing.text((MARGIN, base + 14 * (drawing.width < WIDE)), f"{peak or 'none'} wait here", size=SMALL)
+    if curve is state.curves[-1]:
+        drawing.text((box.right, base + 14), f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
     return box.bottom + (25 if drawing.width >= WIDE else 40)
 
 
@@ -164,18 +165,17 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
     """Tint where only one policy's queue grows, hatch where every policy's does, and write both loads above."""
     walls = sorted((curve.ceiling, curve.name) for curve in curves if curve.ceiling)
     if len(walls) == 2 and walls[1][0] - walls[0][0] < 0.03:
-        walls = [(walls[0][0], "every")]
-    end = axes.box.right
+        walls = [(walls[0][0], "both")]
+    y, end = axes.box.y - 8, axes.box.right
+    axes.drawing.text((MARGIN, y), "queue grows from" * bool(walls), size=SMALL)
     for load, policy in reversed(walls):
-        words = f"{policy} {'queue grows ' * (load == walls[0][0])}from {load:.2g}"
+        words = f"{load:.2g} {policy}"
         if load == walls[-1][0]:
             axes.shade(load, None, words)
         else:
             axes.tint(load, walls[-1][0], "", COLOURS[policy])
-        if BOLD * text_width(words, SMALL) > end - axes.box.x:
-            words = words.replace("grows ", "")
-        x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
-        axes.drawing.text((x, axes.box.y - 6), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
+        x = min(max(axes.at(load, 1)[0], MARGIN + 124), end - BOLD * text_width(words, SMALL))
+        axes.drawing.text((x, y), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
         end = x - 10
 
 

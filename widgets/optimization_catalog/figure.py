@@ -14,16 +14,16 @@ from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import ROW, VALUE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent
+from widgets.shell.plot import ROW, VALUE, WIDE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing, text_box
-from widgets.shell.theme import RESERVED, TINT
+from widgets.shell.theme import TINT
 
-MARGIN, CLIMB, SWEPT = 14, 210, 56
+MARGIN, CLIMB, SWEPT = 14, 198, 56
 """Pixels: around the picture, and the heights of the staircases and of the plot below."""
 SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕"}
 ORDERS = ("in the list's order", "in reverse")
-STAIRS = ((BLUE, TINT), (SKY, RESERVED))
-"""The line of each order's staircase, and what is below it."""
+STAIRS = (BLUE, SKY)
+"""The line of each order's staircase."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",
@@ -64,13 +64,13 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     """Draw the levers' staircases, and a token's time by requests at once."""
     drawing = Drawing(width, 0, "What each lever buys", _described(state))
     drawing.heading((MARGIN, 19), "What each lever buys")
-    note = f"Tokens/s (log): {MODEL}, {state.gpu}, {REQUESTS[state.requests]}, {state.slots} at once; modelled"
+    note = f"Tokens/s (log): {MODEL}, {state.gpu}, {REQUESTS[state.requests]}, ≤ {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     names = [f": {state.on[0].title} {place}" if state.on else "" for place in ("first", "last")]
     keys = zip(ORDERS, names, STAIRS, strict=True)
-    y = draw_keys(drawing, y + 19, [(order + name, line, "", 4) for order, name, (line, _) in keys])
-    y = _draw_climbs(drawing, y + 56, state)
+    y = draw_keys(drawing, y + 19, [(order + name, line, "", 4) for order, name, line in keys])
+    y = _draw_climbs(drawing, y + 68, state)
     swept = Box(MARGIN + 34, y + 32, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
@@ -83,7 +83,8 @@ def _described(state: State) -> str:
 
 
 def _ends(state: State) -> tuple[str, str]:
-    on = f"{len(state.on)} of {len(state.rows)} on" if state.on else "nothing on"
+    off = [row.title for row in state.rows if not row.steps]
+    on = f"all on but {off[0]}" if len(off) == 1 else f"{len(state.on)} of {len(state.rows)} on"
     return f"nothing on: {rate_words(state.nothing)}", f"{on}: {rate_words(state.everything)}"
 
 
@@ -136,21 +137,26 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
     climbs, low = [_stairs(state, reverse) for reverse in (0, 1)], _reached(1.0, state.nothing)
     rates = [low, _reached(low, state.everything), *(stair.top[1] for stairs in climbs for stair in stairs)]
     left, right = _left(state, drawing.width), drawing.width - MARGIN
-    box = Box(left, top, right - left, CLIMB)
-    scale = Scale(min(rates) / 1.6, max(*rates, 3 * low), log=True)
+    box = Box(left, top, right - left, CLIMB + 28 * (drawing.width < WIDE))
+    scale = Scale(min(rates) / 1.9, max(*rates, 3 * low), log=True)
     axes = Axes(drawing, box, Scale(0, max(1, len(state.on))), scale)
     drawing.line((left, box.bottom), (right, box.bottom), QUIET)
     first, last = _ends(state)
     drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
     drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")
-    drawing.text((right, top - 38), last, size=SMALL, bold=True, anchor="end")
-    for draws in ((_draw_ground, _draw_ground), (_draw_stairs, _draw_stairs), (_name_all, _name_changes)):
+    drawing.text((right, top - 52), last, size=SMALL, bold=True, anchor="end")
+    paths = [[axes.at(*corner) for stair in stairs for corner in _corners(stair)] for stairs in climbs]
+    with drawing.answer():
+        drawing.polygon([*paths[0], *paths[1][::-1]], TINT)
+    for draws in ((_draw_stairs, _draw_stairs), (_name_all, _name_changes)):
         for reverse, (draw, stairs) in enumerate(zip(draws, climbs, strict=True)):
             with drawing.answer() if reverse else nullcontext():
                 draw(axes, stairs, reverse)
     hidden_note(drawing, Box(left + box.width / 2, top + CLIMB / 2, box.width / 2, CLIMB / 2))
     drawing.circle(axes.at(0, low), 5, GREY)
     if isinstance(state.everything, LeverResult):
+        mean = state.everything.tokens_per_second * state.everything.inter_token_latency
+        drawing.text((right, top - 37), f"{mean:.2g} at once on average", size=SMALL, anchor="end")
         end = axes.at(len(state.on), rates[1])
         drawing.line((end[0], top - 33), end)
         drawing.circle(end, 5, BLUE)
@@ -160,15 +166,8 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
 def _left(state: State, width: float) -> float:
     """Return the left end of the staircases, so that each lever's name has room left of its stair."""
     count, right = len(state.on), width - MARGIN
-    rooms = (MARGIN + 8 + 1.02 * text_width(f"{row.title} ×0.00", SMALL) for row in state.on)
+    rooms = (MARGIN + 12 + 1.02 * text_width(f"{row.title} ×0.00", SMALL) for row in state.on)
     return max([126, *((room - right * at / count) / (1 - at / count) for at, room in enumerate(rooms))])
-
-
-def _draw_ground(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
-    path = [axes.at(*corner) for stair in stairs for corner in _corners(stair)]
-    if path:
-        ends = [(x, axes.box.bottom) for x, _ in (path[-1], path[0])]
-        axes.drawing.polygon([*path, *ends], STAIRS[reverse][1])
 
 
 def _corners(stair: Stair) -> list[Point]:
@@ -178,7 +177,7 @@ def _corners(stair: Stair) -> list[Point]:
 def _draw_stairs(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
     for stair in stairs:
         start, corner, top = (axes.at(*corner) for corner in _corners(stair))
-        colour = VERMILLION if stair.colour == VERMILLION else STAIRS[reverse][0]
+        colour = VERMILLION if stair.colour == VERMILLION else STAIRS[reverse]
         with axes.drawing.layer(group=stair.row.field):
             axes.drawing.polyline([start, corner, top], colour)
             if stair.special:
@@ -198,38 +197,41 @@ def _name_all(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
             break
     for stair, y in zip(named, ys, strict=True):
         x, high = axes.at(stair.start[0], stair.top[1])
-        if _write(axes, [(x - 6, y)], stair, anchor="end"):
+        if _write(axes, [(x - 10, y)], stair, anchor="end"):
             axes.drawing.line((x, min(y - 8, high)), (x, high))
 
 
 def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
-    """Write the names and factors of the levers that buy or cost much, the most dependent one's first."""
-    for stair in sorted(stairs, key=lambda stair: not stair.special):
+    """Write the names and factors of the levers that buy or cost much, the most dependent one's first, then losses."""
+    for stair in sorted(stairs, key=lambda stair: (not stair.special, stair.colour != VERMILLION)):
         (x, low), (_, high) = axes.at(*stair.start), axes.at(*stair.top)
         if stair.special and low - high > 100:
-            _draw_surprise(axes, stair, (x - 10, (low + high) / 2 + 4))
+            _draw_surprise(axes, stair, (x - 10, low))
         elif stair.special or low - high >= ROW or stair.colour == VERMILLION:
-            _write(axes, [(x + 6, high + 1 + ROW * down) for down in (1, 2, 3)], stair)
+            _write(axes, [(x + 6, high + 17 * down) for down in (1, 2, 3)], stair)
+    if stairs[2:] and stairs[-1].special:
+        first, last = stairs[0], stairs[-2]
+        words = f"{first.row.title} to {last.row.title}: {_change(Step(first.step.before, last.step.after))} together"
+        places = [(axes.box.right - 4, axes.at(*last.top)[1] + down) for down in (17, 57)]
+        _write(axes, places, last._replace(colour=INK), "end", words)
 
 
 def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
-    """Write left of a tall stair what its lever buys, and why, and below it the rate before."""
-    x, y = place
-    axes.drawing.text(place, _change(stair.step), size=VALUE, colour=stair.colour, anchor="end", bold=True)
+    """Write left of a tall stair, above its foot, what its lever buys, and why."""
     why = balanced(WHY.get((stair.row.field, stair.step.effect), ""), 150)
+    x, y = place[0], place[1] - 27 - ROW * len(why)
+    axes.drawing.text((x, y), _change(stair.step), size=VALUE, colour=stair.colour, anchor="end", bold=True)
     where = "last" if stair.top[0] == axes.x.high else "in reverse"
     for index, words in enumerate([f"{stair.row.title} {where}", *why]):
         colour = INK if index else stair.colour
         axes.drawing.text((x, y + 18 + ROW * index), words, size=SMALL, colour=colour, anchor="end", bold=not index)
-    below = (axes.box.right - 4, axes.at(*stair.start)[1] + ROW + 1)
-    axes.drawing.text(below, rate_words(stair.step.before), size=SMALL, anchor="end", bold=True)
 
 
-def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start") -> bool:
-    """Write a lever's name and factor at the first of these places where they touch no other words;
-    return whether there is one.
+def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start", words: str = "") -> bool:
+    """Write a lever's name and factor, or `words`, at the first of these places where they touch no other
+    words; return whether there is one.
     """
-    words, drawing = f"{stair.row.title} {_change(stair.step)}", axes.drawing
+    drawing, words = axes.drawing, words or f"{stair.row.title} {_change(stair.step)}"
     for place in places:
         box = text_box(place, words, SMALL, anchor, stair.special)
         if box.x > 2 and box.right < drawing.width - 2 and not any(box.overlaps(other) for other in drawing.words):
@@ -288,7 +290,7 @@ def _tip(stair: Stair, reverse: int) -> str:
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
     """Draw the time between a request's tokens by requests at once, and its limit."""
-    slots, waits = _known(state)
+    slots, waits, tips = _known(state)
     limit = state.level * 1e3
     low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
@@ -296,25 +298,23 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     name = f"with {f'these {len(state.on)}' if state.on else 'nothing'} on: ms a client waits per token"
     axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(3))
     for low, high, trouble in breaks(state):
-        axes.broken(low, high, BREAKS[trouble])
+        axes.tint(low, high, BREAKS[trouble], VERMILLION)
     if pinned is not None:
-        axes.pinned(*_known(pinned), pinned.slots)
+        axes.pinned(*_known(pinned)[:2], pinned.slots)
     axes.mark_y(limit, f"limit {limit:g} ms", GREEN)
-    runs = zip(SLOTS, state.by_slots, strict=True)
-    tips = [_point_tip(state, count, run) for count, run in runs if isinstance(run, LeverResult)]
-    axes.points(slots, waits, BLUE, radius=3.5)
     axes.line(slots, waits, BLUE, tips=tips)
+    axes.here(state.slots, "slots")
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
         axes.label((x, y - 8), f"{apart(wait, limit)} ms", BLUE)
-    axes.here(state.slots, "slots")
+        axes.points([state.slots], [wait], BLUE)
 
 
-def _known(state: State) -> tuple[list[int], list[float]]:
-    """Return the numbers of slots at which the server runs, and the milliseconds between tokens."""
-    pairs = zip(SLOTS, state.by_slots, strict=True)
-    points = [(slots, run.inter_token_latency * 1e3) for slots, run in pairs if isinstance(run, LeverResult)]
-    return [slots for slots, _ in points], [wait for _, wait in points]
+def _known(state: State) -> tuple[list[int], list[float], list[str]]:
+    """Return the numbers of slots at which the server runs, with milliseconds between tokens and tooltips."""
+    runs = [(slots, run) for slots, run in zip(SLOTS, state.by_slots, strict=True) if isinstance(run, LeverResult)]
+    waits = [run.inter_token_latency * 1e3 for _, run in runs]
+    return [slots for slots, _ in runs], waits, [_point_tip(state, *pair) for pair in runs]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
@@ -326,8 +326,7 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     between = [_edge(state.level, *pair) for pair in pairwise(zip(SLOTS, state.by_slots, strict=True))]
     for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
         outcomes = list(run)
-        first = at
-        last = at + len(outcomes) - 1
+        first, last = at, at + len(outcomes) - 1
         at = last + 1
         if broken:
             low = between[first - 1] if first else None

@@ -18,7 +18,7 @@ from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 
 GUTTER = 40
-ROW, STRIP = 17, 160
+ROW, STRIP = 18, 156
 """Heights in pixels of a row of the map, and of the strip."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
@@ -72,8 +72,8 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     late = f"p95 time to first token above {state.target * 1e3:g} ms"
     line = f"the {'histories' if state.kind.grows else 'documents'} alone just fit"
     keys = [Segment(late, 0, BROKEN, hatched=True)] + [Segment(line, 0, INK, dash="5 3")] * _has_line(state)
-    y = draw_title(drawing, "Hit rate, %", keys, top)
-    plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, ROW * len(USERS))
+    y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 24
+    plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, row * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
     axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
     drawing.rect(plane, CARD, stroke=RULE)
@@ -82,7 +82,7 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
     free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
-    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * ROW))
+    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * row))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -105,7 +105,7 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
     drawing.circle((middle, plane.bottom), 7, INK)
     for users in USERS:
-        place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
+        place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - row / 2 + 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
     return plane.bottom + 44
@@ -125,13 +125,12 @@ def _cell_box(axes: Axes, users: int, pool: int) -> Box:
     return Box(left, top, right - left, bottom - top)
 
 
-def _step(state: State, cell: Reuse) -> int:
+def _step(cell: Reuse) -> int:
     return min(int(cell.hit_rate * len(RAMP)), len(RAMP) - 1)
 
 
 def _fill(state: State, cell: Reuse) -> str:
-    step = _step(state, cell)
-    return BROKEN if step == 0 and state.missed(cell) else RAMP[step]
+    return BROKEN if _step(cell) == 0 and state.missed(cell) else RAMP[_step(cell)]
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
@@ -142,11 +141,16 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
 
 
 def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate if it is in the reader's row, on top of hatching."""
-    if place[0] == state.users:
-        cell = state.cells[place]
-        middle, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(state, cell)]
-        drawing.text(middle, _rounded(cell), size=SMALL, colour=colour, anchor="middle", halo=_fill(state, cell))
+    """Write the cell's hit rate on top of hatching, beside the line of what must stay cached."""
+    cell, here = state.cells[place], place[0] == state.users
+    x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(cell)]
+    kept = state.kind.kept(place[0], state.load.turns, state.load.prefix)
+    line = 2 * math.log2(kept / MIDDLES[place[1]]) if _has_line(state) else 1  # in columns, from the cell's middle
+    if beside := abs(line) < 0.7 or (place[1] == state.pool and place[0] < state.users):  # the handle is there
+        side = 1 if -0.7 < line < -0.1 else -1
+        x, y = x + side * 0.25 * box.width, y + side * 0.18 * box.height
+    halo = not beside and _fill(state, cell)
+    drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=halo)
 
 
 def _rounded(cell: Reuse) -> str:
@@ -168,14 +172,11 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
 
 
 def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which what must stay cached fills the pool, without what a request adds, but
-    not through the numbers of the reader's row.
-    """
-    load, row = state.load, USERS.index(state.users)
+    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
+    load = state.load
     kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
-    for low, high in ((ROWS[0], ROWS[row]), (ROWS[row + 1], ROWS[-1])):
-        users = [low * (high / low) ** (index / 24) for index in range(25)]
-        axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
+    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 48) for index in range(49)]
+    axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
 
 
 # ---- the strip
@@ -187,15 +188,15 @@ def _draw_strip(drawing: Drawing, state: State) -> float:
     """
     y = drawing.heading((MARGIN, 22), "Whose context is in the pool", state.kind.title)
     colour = VERMILLION if state.wrong_rate or state.missed(state.here) else BLUE
-    words = f"of prompt tokens hit; {percent(state.endless_rate, 1)} if endless"
+    words = f"hit rate; {percent(state.endless_rate, 1)} with an endless cache"
     drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), words, colour)
     box = Box(MARGIN + GUTTER, y + 72, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
-    keys = [Segment("in the pool (paler: in part)", 0, RAMP[3])]
+    keys = [Segment("in the pool (paler: part)", 0, RAMP[3])]
     keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in strip.kinds()]
     y = legend(drawing, (MARGIN, y + 52), keys[:2], drawing.width) - 19
     after = MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys[:2])
-    place = (after, y) if drawing.width >= WIDE else (MARGIN, y + 19)
+    place = (after, y) if drawing.width >= WIDE or not keys[3:] else (MARGIN, y + 19)
     with drawing.answer():
         y = legend(drawing, place, keys[2:], drawing.width - place[0])
     strip.box = box = Box(box.x, y + 4, box.width, box.height)
@@ -317,7 +318,8 @@ class _Strip:
             if index < end and index - first < most and shares[index] == shares[first]:
                 continue
             if shares[first] > 0:
-                x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide)
+                seam = 0.5 * (shares[first] == 1)  # which full pieces cover
+                x, wide = number(self.box.x + first * self.wide), number((index - first) * self.wide + seam)
                 faint = f"{0.2 + 0.8 * shares[first] ** 2:.2f}".lstrip("0")
                 shape = f'd="M{x} {y}h{wide}" stroke-opacity="{faint}"'
                 self.drawing.add(f'<path {shape} data-at="{first} {self.last}"/>')
@@ -341,23 +343,25 @@ class _Strip:
         return self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high
 
     def _draw_evictions(self) -> None:
-        """Mark each context that is evicted before its user returns, up to their return, and say of the
-        first how long before.
+        """Mark each context that is evicted before its user returns, up to their return, and say how
+        long before.
         """
         evicted: dict[int, int] = {}
-        words = "evicted {} before user {} returns"
+        spans: list[tuple[int, int]] = []
         for column, admission in enumerate(self.admissions):
             for user in (index // self.state.load.turns for index in admission.requests if self._parts(index)[1]):
                 if user in evicted and not self.held[user][column - 1]:
                     (x, y), end = self._middle(evicted[user] - 0.5, user), self._middle(column, user)
                     at = f"{column} {self.last}"
                     self.drawing.polyline([(x, y - 4), (x, y + 4), (x, y), end], VERMILLION, dash="1 3", at=at)
-                    if words:
-                        said = words.format(counted(column - evicted[user], "request"), user + 1)
-                        place = (min(x, self.box.right - text_width(said, SMALL)), self.box.y - 6)
-                        self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=at)
-                        words = ""
+                    spans.append((evicted[user], column))
             evicted |= {user: column for user, _ in admission.lost}
+        if spans:
+            early, (left, first) = sorted(end - start for start, end in spans), spans[0]
+            said = f"evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
+            said = "always " * (self.state.hit_rate == 0) + said
+            place = (min(self.box.x + left * self.wide, self.box.right - text_width(said, SMALL)), self.box.y - 6)
+            self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=f"{first} {self.last}")
 
 
 def _draw_mark(drawing: Drawing, kind: str, middle: tuple[float, float], radius: float = 4.5) -> None:

@@ -69,8 +69,8 @@ class Sharing(NamedTuple):
 SHARING = {
     kind.name: kind
     for kind in (
-        Sharing("system", "one system prompt for all, single questions", "all", False, 32),
-        Sharing("documents", "a document for each user, single questions", "user", False, 32),
+        Sharing("system", "one system prompt for all, one question per visit", "all", False, 32),
+        Sharing("documents", "a document for each user, one question per visit", "user", False, 32),
         Sharing("chat", "conversations with one system prompt", "all", True, 64),
         Sharing("agent", "agents: tool results appended at once", "all", True, 160, pause=0.0),
         Sharing("none", "nothing shared", "request", False, 32),
