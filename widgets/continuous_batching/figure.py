@@ -169,7 +169,7 @@ def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
     y, end = axes.box.y - 8, axes.box.right
     axes.drawing.text((MARGIN, y), "queue grows from" * bool(walls), size=SMALL)
     for load, policy in reversed(walls):
-        words = f"{load:.2g} {policy}"
+        words = f"{load:.2g}: {policy}"
         if load == walls[-1][0]:
             axes.shade(load, None, words)
         else:

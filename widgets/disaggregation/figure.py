@@ -107,7 +107,7 @@ def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float) ->
         (("reads the weights", "weights"), step.launch, read, GREY, 0, 1),
         (("KV",), step.least, end, SKY, 0, 1),
         ((), step.launch, first, SKY, 1, 1),
-        ((f"{step.chunk:,.0f} prompt tokens", "prompt"), first, first + chunk, PURPLE, 1, 1),
+        ((f"chunk of {step.chunk:,.0f} tokens", "prompt"), first, first + chunk, PURPLE, 1, 1),
         (("arithmetic idle", "idle"), first + chunk, read, IDLE, 1, 1),
     ):
         left, edge = (axes.at(min(time, axes.x.high), 0)[0] for time in (start, stop))
@@ -177,6 +177,6 @@ def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], know
             colour = VERMILLION if late else GREEN
             drawing.text((right, y), total, size=VALUE, colour=colour, anchor="end", bold=True, halo=True)
         if state.rate in side.points:
-            words = f"{percent(side.share(state.rate))} in time"
+            words = f"at {figures(state.rate)}/s: {percent(side.share(state.rate))} in time"
             place, anchor = ((right, y + 15), "end") if wide else ((MARGIN, y), "start")
             drawing.text(place, words, size=SMALL, anchor=anchor, halo=True)

@@ -84,7 +84,7 @@ def _described(state: State) -> str:
 
 def _ends(state: State) -> tuple[str, str]:
     off = [row.title for row in state.rows if not row.steps]
-    on = f"all on but {off[0]}" if len(off) == 1 else f"{len(state.on)} of {len(state.rows)} on"
+    on = f"{len(state.on)} of {len(state.rows)} on" + f", without {off[0]}" * (len(off) == 1)
     return f"nothing on: {rate_words(state.nothing)}", f"{on}: {rate_words(state.everything)}"
 
 
@@ -140,7 +140,6 @@ def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
     box = Box(left, top, right - left, CLIMB + 28 * (drawing.width < WIDE))
     scale = Scale(min(rates) / 1.9, max(*rates, 3 * low), log=True)
     axes = Axes(drawing, box, Scale(0, max(1, len(state.on))), scale)
-    drawing.line((left, box.bottom), (right, box.bottom), QUIET)
     first, last = _ends(state)
     drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
     drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")

@@ -76,7 +76,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
                 axes.explain(fine[0], None, "in time", GREEN)
             elif state.pool < fine[0]:
                 axes.label(axes.at(math.sqrt(fine[0] * POOLS[-1]), 0), "none", GREEN)
-                axes.label(axes.at(fine[0], 0.4 * axes.y.high), "only at peaks", ORANGE)
+                axes.label(axes.at(fine[0], 0.4 * axes.y.high), "at peaks", ORANGE)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")

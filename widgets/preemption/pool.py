@@ -214,9 +214,7 @@ def _draw_ways_back(drawing: Drawing, box: Box, span: Span, lost: int, top: floa
     left, right = pixels(box, across, span.start, span.start + share * cost)
     peak = right, box.bottom - (box.bottom - top) * share
     with drawing.layer(at=frames_from(span.start, across)):
-        if cost < span.end - span.start:
-            drawing.polygon([(left, box.bottom), peak, (right, box.bottom)], light)
-        drawing.polyline([(left, box.bottom), peak], light)
+        drawing.polyline([(left, box.bottom), peak, (right, box.bottom)], light, dash="4 2")
         middle = sum(pixels(box, across, span.start, span.end)) / 2
         _write_above(
             drawing, f"{words}: {_about(span.end - span.start)}", middle, box.y - 25, box.right, colour, bold=True
@@ -233,10 +231,11 @@ def _write_above(
 ) -> None:
     """Write the words around `x`, right of all other words in the line, if they fit."""
     box = text_box((x, y), words, SMALL, "middle", bold)
-    near = Box(box.x - 14, box.y, box.width, box.height)
-    start = max([box.x, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
-    if start <= right - box.width + 4 or start == box.x:
-        drawing.text((min(start, right - box.width), y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
+    left = min(box.x, right - box.width)
+    near = Box(left - 14, box.y, box.width + 28, box.height)
+    start = max([left, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
+    if start <= right - box.width + 4:
+        drawing.text((start, y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
 
 
 def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:

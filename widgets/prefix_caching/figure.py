@@ -81,6 +81,7 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
     hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
+    here = boxes[state.users, state.pool]
     free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
     hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * row))
     for draw in (_draw_cell, _draw_rate):
@@ -89,8 +90,11 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
         with drawing.answer():
             for place, box in hidden.items():
                 draw(drawing, state, place, box)
-        if draw is _draw_cell and _has_line(state):
-            _draw_line(axes, state)
+        if draw is _draw_cell:
+            middle = here.x + here.width / 2
+            drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
+            if _has_line(state):
+                _draw_line(axes, state)
     if pinned:
         with drawing.layer(group="pinned"):
             for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
@@ -98,11 +102,8 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     with drawing.layer(broken=late), drawing.answer():
         for start, end in _borders(state, boxes):
             drawing.line(start, end, VERMILLION, width=2.5)
-    here = boxes[state.users, state.pool]
     corners = [(here.x, here.y), (here.right, here.y), (here.right, here.bottom), (here.x, here.bottom)]
     drawing.polyline([*corners, corners[0], corners[1]], INK, width=2.5)
-    middle = here.x + here.width / 2
-    drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
     drawing.circle((middle, plane.bottom), 7, INK)
     for users in USERS:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - row / 2 + 4)
@@ -144,13 +145,7 @@ def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
     """Write the cell's hit rate on top of hatching, beside the line of what must stay cached."""
     cell, here = state.cells[place], place[0] == state.users
     x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(cell)]
-    kept = state.kind.kept(place[0], state.load.turns, state.load.prefix)
-    line = 2 * math.log2(kept / MIDDLES[place[1]]) if _has_line(state) else 1  # in columns, from the cell's middle
-    if beside := abs(line) < 0.7 or (place[1] == state.pool and place[0] < state.users):  # the handle is there
-        side = 1 if -0.7 < line < -0.1 else -1
-        x, y = x + side * 0.25 * box.width, y + side * 0.18 * box.height
-    halo = not beside and _fill(state, cell)
-    drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=halo)
+    drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=_fill(state, cell))
 
 
 def _rounded(cell: Reuse) -> str:

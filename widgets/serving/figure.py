@@ -37,9 +37,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     served = f"{state.model} on {state.layout.gpus} {state.gpu}"
     drawing = Drawing(width, 0, served, "The parts of one token's time against the rate, layout by layout")
-    decides = any(other.knee and other.knee.cause == "ttft" for other in state.others)
-    first = f"; first token within {seconds(state.served.ttft)}" * decides
-    note = f"{served}{'; your collector' * state.own}{first}"
+    note = f"{served}{'; your collector' * state.own}; first token within {seconds(state.served.ttft)}"
     with drawing.layer(tip=f"Times are modelled{f', {state.error} against published runs' if state.error else ''}."):
         y = drawing.heading((MARGIN, 23), "Where a token's time goes", note)
     if state.work.note:
