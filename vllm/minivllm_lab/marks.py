@@ -17,7 +17,7 @@ def put_between_marks(page: str, name: str, text: str) -> str:
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise MinivllmError(f"the page has no single place for this: put {begin.strip()} and {end.strip()} around it")
     before, rest = page.split(begin)
-    return before + begin + text + end + rest.split(end)[1]
+    return before + begin + text + end + f"\n{rest}".split(end)[1]
 
 
 def lesson_page(lessons: Path, number: str) -> Path:
