@@ -134,7 +134,7 @@ def _draw_scale(axes: Axes, served: Served, end: float) -> None:
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
     """Stack the parts of a token's time over the rate."""
     known = drawn_rates(served)
-    rates = sorted({*known, *(low * (high / low) ** (part / 5) for low, high in pairwise(known) for part in range(5))})
+    rates = sorted({*known, *(low * (high / low) ** (part / 2) for low, high in pairwise(known) for part in range(2))})
     run = experiment(state.model, state.gpu, served.layout, state.work)
     stacks = [list(accumulate(run.parts(rate, tpot_at(served, rate) or 0.0), initial=0.0)) for rate in rates]
     for index, part in enumerate(PARTS):
