@@ -43,12 +43,17 @@ def assert_seen(widget: WidgetPage, *parts: str) -> None:
 
 def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
     before = widget.session.values[name]
+
+    def turned() -> bool:
+        widget.settled()
+        return widget.session.values[name] != before
+
     widget.control(name).focus()
     for key in KEYS[kind]:
         if widget.session.values[name] == before:
             widget.page.keyboard.press(key)
-            widget.settled()
-    assert widget.session.values[name] != before, f"no key turns {name}"
+            eventually(turned, seconds=0.3)
+    assert turned(), f"no key turns {name}"
 
 
 def darken(page: Page) -> None:
