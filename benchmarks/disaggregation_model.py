@@ -72,10 +72,8 @@ def cell(prompt: int, output: int, objective: Objective, seconds: float) -> dict
     and this budget and split.
     """
     work, (one, two) = work_of(prompt, output, seconds), pools()
-    tuned, split = (
-        best_budget(one, work, objective, ROUNDS),
-        best_split(two, for_each_gpu(work, two), objective, ROUNDS),
-    )
+    tuned = best_budget(one, work, objective, ROUNDS)
+    split = best_split(two, for_each_gpu(work, two), objective, ROUNDS)
     default = goodput(replace(one, budget=DEFAULT_BUDGET), work, objective, ROUNDS)
     winning = winning_budgets(one, split.goodput.rate, work, objective)
     figures = {

@@ -15,7 +15,7 @@ from minivllm_lab import aot
 
 RECORD = Path(os.environ["MINIVLLM_COMPILED"])
 record: dict[str, dict] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-"""By a compilation's key: the kernel's name, its target and its figures."""
+"""The kernel's name, target and figures of each compilation, by its key."""
 compiled_figures = aot.figures_of
 
 

@@ -52,7 +52,7 @@ def turn_by_key(widget: WidgetPage, name: str, kind: str) -> None:
     for key in KEYS[kind]:
         if widget.session.values[name] == before:
             widget.page.keyboard.press(key)
-            eventually(turned, seconds=0.3)
+            eventually(turned, seconds=1)
     assert turned(), f"no key turns {name}"
 
 

@@ -112,7 +112,7 @@ class Stair(NamedTuple):
     top: tuple[int, float]
     colour: str
     special: bool
-    """Whether the lever's gain depends the most on the others."""
+    """True for the lever whose gain depends most on the others."""
 
 
 def _stairs(state: State, reverse: int) -> list[Stair]:
