@@ -152,14 +152,14 @@ def _simulated_pools(arguments: argparse.Namespace) -> dict:
         "winning": winning_budgets(mixed, two * GPUS, work, objective),
         "default": found[f"one pool, {POOL_BUDGETS[-1]} tokens a step"].per_gpu,
     }
-    _show_pools(found, best)
+    _show_pools(found, best, counted)
     return {"pools": {name: each.per_gpu for name, each in found.items()}, "best": best}
 
 
 CAUSES = {"tpot": "tokens", "ttft": "first tokens", "queue": "first tokens", "link": "link", "": "nothing"}
 
 
-def _show_pools(found: Mapping[str, Goodput], best: Mapping[str, Any]) -> None:
+def _show_pools(found: Mapping[str, Goodput], best: Mapping[str, Any], counted: int) -> None:
     """Print a row for each way to use the GPUs, and the best budgets in words."""
     record_table(
         "Goodput by bisection, modelled",
@@ -167,7 +167,7 @@ def _show_pools(found: Mapping[str, Goodput], best: Mapping[str, Any]) -> None:
         {f"{GPUS} {GPU}, {MODEL}": "{name}", "requests/s a GPU": "{per_gpu:.1f}", "late beyond it": "{late}"},
         f"{PROMPT:,} tokens in, {OUTPUT} out. In time: for 9 of 10 requests, a first token within {TTFT_SLO:g} s and "
         f"{1e3 * TPOT_SLO:g} ms a token. Link: {LINK}, layer by layer. The best of {len(LADDER)} budgets: "
-        f"{best['budget']} tokens a step. Runs of {COUNTED} requests a GPU.",
+        f"{best['budget']} tokens a step. Runs of {counted} requests a GPU.",
     )
     wins = ", ".join(map(str, best["winning"])) or "none"
     console.print(f"\nBudgets with which one pool sustains what two do: {wins}.")
