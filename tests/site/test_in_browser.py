@@ -167,6 +167,7 @@ def test_on_a_telephone_pictures_are_whole_and_everything_is_large_enough_for_a_
             box = box_of(picture)
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= 390
+        assert box_of(page.locator("article p > img").first)["width"] > 500, "its words are too small to read"
         inputs = "button, select, summary, input:not([type=checkbox]), .lw-switch label"
         targets = page.locator(f"{WIDGET} .lw :is({inputs})")
         boxes = {target.inner_text() or target.get_attribute("id"): target.bounding_box() for target in targets.all()}
