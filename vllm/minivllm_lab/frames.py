@@ -123,7 +123,7 @@ class Frames:
             f".{name} .step {{display: none}} {shown} {{display: block}}"
             f"{focused} p {{outline: 2px solid #0072B2; outline-offset: 2px}}"
             f".{name} p {{margin: 0 0 6px; line-height: 1.9}} .{name} b {{font-weight: 500}}"
-            f".{name} span {{color: {QUIET}; background: #FFFFFF; border-radius: 3px; padding: 1px 5px; margin: 0 6px}}"
+            f".{name} span {{opacity: .7; margin: 0 6px}}"
             f".{name} label {{display: inline-block; min-width: 34px; margin-right: 4px; text-align: center; "
             "cursor: pointer; background: #E8EAED; color: #202124; border-radius: 4px; line-height: 28px}"
             f".{name} label.off {{opacity: .4; cursor: default}}"
