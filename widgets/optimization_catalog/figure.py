@@ -169,7 +169,7 @@ def _draw_surprise(axes: Axes, index: int, row: Row, where: str) -> None:
         write((axes.box.right, y + 18), where, size=SMALL, colour=colour, bold=True)
         for line, words in enumerate(why, 1):
             write((axes.box.right, y + 18 + ROW * line), words, size=SMALL)
-    hidden_note(drawing, Box(axes.box.right - 140, y - 24, 140, high))
+    hidden_note(drawing, Box(axes.box.right - 160, y - 24, 160, high))
 
 
 def _change(step: Step) -> str:
