@@ -71,10 +71,14 @@ class Side:
         """Return a rate that these GPUs cannot exceed for long."""
         return min(self.bounds.values())
 
+    @property
+    def weakest(self) -> str:
+        """Return the part that breaks first, if any does."""
+        return LATE_IN.get(self.cause, "decode") if self.prefill else "both"
+
     def most(self, part: str) -> float:
         """Return the highest rate that a part handles in time."""
-        broken = LATE_IN.get(self.cause, "decode") if self.prefill else "both"
-        found = part == broken and self.is_found and self.cause
+        found = part == self.weakest and self.is_found and self.cause
         return min(self.bounds[part], self.goodput if found else math.inf)
 
     @cached_property

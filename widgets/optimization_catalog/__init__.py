@@ -69,7 +69,7 @@ def _last(state: State) -> str:
     if row is None:
         return ""
     forth, back = (factor_words(step.factor or 0) for step in row.steps)
-    place = "Switched on last" if row is state.on[0] else "In reverse"
+    place = "Switched on last" if row is state.on[0] else "Switched on after the levers below it"
     return f"{place}, {'the ' * (row.field == 'kv_cache')}{row.title} buys ×{back}, not ×{forth}. "
 
 

@@ -1,29 +1,30 @@
-"""Draw lesson 05's levers as two staircases, one for each order, and below them a token's time by
-requests at once.
+"""Draw what each of lesson 05's levers buys in both orders, and below it a token's time by requests
+at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, pairwise
 
-from minivllm_lab.drawing import QUIET, Point, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
+from minivllm_lab.drawing import QUIET, RULE
+from minivllm_lab.palette import BLUE, GREEN, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import ROW, VALUE, WIDE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent
-from widgets.shell.svg import SMALL, Box, Drawing, text_box
-from widgets.shell.theme import TINT
+from widgets.shell.plot import MARGIN, ROW, VALUE, Axes, Scale, balanced, counted, hidden_note, percent
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, MID
 
-MARGIN, CLIMB, SWEPT = 14, 198, 56
-"""Pixels: around the picture, and the heights of the staircases and of the plot below."""
-SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕"}
-ORDERS = ("in the list's order", "in reverse")
-STAIRS = (BLUE, SKY)
-"""The line of each order's staircase."""
+NAMES, PITCH, SWEPT = 132, 19, 52
+"""Pixels: the width of the levers' names, the height of a row, and that of the plot below."""
+SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕ does not start"}
+ORDERS = ("above", "below")
+LAST = ("after the levers below it", "switched on last")
+COLOURS, SIZES = (BLUE, SKY), (4, 6.5)
+"""The dots of each order."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",
@@ -49,7 +50,7 @@ ON_THE_CACHE = ("paging", "prefix_caching", "kv_dtype")
 WHY = {
     ("paging", "slower"): "Each step copies the blocks together until a kernel reads them in place.",
     ("paging", "nothing"): "Memory was not the limit.",
-    ("kv_cache", "faster"): "Without it, each step computes every context again.",
+    ("kv_cache", "faster"): "Without it, each step recomputes every context.",
     ("weight_bits", "slower"): "The step is compute-bound, and unpacking adds arithmetic.",
     ("weight_bits", "nothing"): "The step is not bound by reading the weights.",
     ("cuda_graphs", "nothing"): "The GPU, not its host, is the bottleneck.",
@@ -61,17 +62,18 @@ WHY = {
 
 
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the levers' staircases, and a token's time by requests at once."""
+    """Draw what each lever buys in both orders, and a token's time by requests at once."""
     drawing = Drawing(width, 0, "What each lever buys", _described(state))
-    drawing.heading((MARGIN, 19), "What each lever buys")
-    note = f"Tokens/s (log): {MODEL}, {state.gpu}, {REQUESTS[state.requests]}, ≤ {state.slots} at once; modelled"
+    y = drawing.heading((MARGIN, 21), "What each lever buys", "; ".join(_ends(state)))
+    note = f"{MODEL} on {state.gpu}, {REQUESTS[state.requests]}, at most {state.slots} at once; modelled"
     with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
-        y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
-    names = [f": {state.on[0].title} {place}" if state.on else "" for place in ("first", "last")]
-    keys = zip(ORDERS, names, STAIRS, strict=True)
-    y = draw_keys(drawing, y + 19, [(order + name, line, "", 4) for order, name, line in keys])
-    y = _draw_climbs(drawing, y + 68, state)
-    swept = Box(MARGIN + 34, y + 32, width - 2 * MARGIN - 34, SWEPT)
+        y = drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN)
+    dots = [partial(drawing.circle, radius=size, fill=colour) for size, colour in zip(SIZES, COLOURS, strict=True)]
+    words = [f"switched on after the levers {order} it" for order in ORDERS]
+    keys = [Segment(name, 0, "", draw=dot) for name, dot in zip(words, dots, strict=True)]
+    y = legend(drawing, (MARGIN, y + 22), keys, width - 2 * MARGIN)
+    y = _draw_levers(drawing, y + 16, state)
+    swept = Box(MARGIN + 34, y + 46, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
     return drawing.render()
@@ -79,13 +81,12 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 def _described(state: State) -> str:
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
-    return f"{'; '.join(_ends(state))}. {ORDERS[0].capitalize()} and {ORDERS[1]}: {'; '.join(factors)}."
+    return f"{'; '.join(_ends(state))}. After those above and after those below: {'; '.join(factors)}."
 
 
-def _ends(state: State) -> tuple[str, str]:
-    off = [row.title for row in state.rows if not row.steps]
-    on = f"{len(state.on)} of {len(state.rows)} on" + f", without {off[0]}" * (len(off) == 1)
-    return f"nothing on: {rate_words(state.nothing)}", f"{on}: {rate_words(state.everything)}"
+def _ends(state: State) -> list[str]:
+    ends = [("nothing on", state.nothing), (f"these {len(state.on)} on", state.everything)]
+    return [f"{name}: {rate_words(run)}" for name, run in ends[: 1 + bool(state.on)]]
 
 
 def most_dependent(state: State) -> Row | None:
@@ -99,151 +100,81 @@ def dependence(row: Row) -> float:
     return abs(math.log(forth / back)) if forth and back else 0.0
 
 
-# ---- the staircases
+# ---- what each lever buys
 
 
-class Stair(NamedTuple):
-    """A lever's stair in one order; where the server does not start, the rate before stays."""
-
-    row: Row
-    step: Step
-    start: tuple[int, float]
-    """How many levers are on before it, and the rate then."""
-    top: tuple[int, float]
-    colour: str
-    special: bool
-    """True for the lever whose gain depends most on the others."""
-
-
-def _stairs(state: State, reverse: int) -> list[Stair]:
-    """List the stairs of one order that are known."""
-    rows, dependent = state.on[::-1] if reverse else state.on, most_dependent(state)
-    rates = accumulate((row.steps[reverse].after for row in rows), _reached, initial=_reached(1.0, state.nothing))
-    stairs = []
-    for row, (start, top) in zip(rows, pairwise(enumerate(rates)), strict=True):
-        effect, special = row.steps[reverse].effect, row is dependent
-        quiet = GREEN if special else QUIET if effect == "nothing" else INK
-        colour = VERMILLION if effect in ("slower", "refused") else quiet
-        stairs += [Stair(row, row.steps[reverse], start, top, colour, special)] * (effect != "waiting")
-    return stairs
+def _draw_levers(drawing: Drawing, top: float, state: State) -> float:
+    """Draw a row for each lever, with a dot for its factor in each order; return the y below."""
+    count, special = len(state.rows), most_dependent(state)
+    factors = [step.factor for row in state.on for step in row.steps if step.factor]
+    scale = Scale(min(0.6, *factors, 1), max(10, 1.2 * max(factors, default=1)), log=True)
+    box = Box(MARGIN + NAMES, top, drawing.width - 2 * MARGIN - NAMES, PITCH * count)
+    axes = Axes(drawing, box, scale, Scale(count, 0))
+    one = axes.at(1, count)
+    drawing.rect(replace(box, width=one[0] - box.x), BROKEN)
+    drawing.text((MARGIN, top - 6), "times the tokens/s", size=SMALL, colour=QUIET)
+    drawing.text((one[0] - 4, box.bottom + 14), "slower", size=SMALL, colour=VERMILLION, anchor="end")
+    for factor in scale.ticks(5):
+        x = axes.at(factor, 0)[0]
+        drawing.line((x, top), (x, box.bottom), QUIET if factor == 1 else RULE)
+        with drawing.answer() if factor > 2 else nullcontext():
+            drawing.text((x, top - 6), f"×{factor:g}", size=SMALL, colour=QUIET, anchor="middle")
+    for index, row in enumerate(state.rows):
+        _draw_lever(axes, index + 0.5, row, row is special)
+    if special:
+        _draw_surprise(axes, state.rows.index(special), special, LAST[special is state.on[0]])
+    return box.bottom
 
 
-def _reached(rate: float, run: Outcome) -> float:
-    return run.tokens_per_second if isinstance(run, LeverResult) else rate
-
-
-def _draw_climbs(drawing: Drawing, top: float, state: State) -> float:
-    """Draw both staircases in one plot; return the y below."""
-    climbs, low = [_stairs(state, reverse) for reverse in (0, 1)], _reached(1.0, state.nothing)
-    rates = [low, _reached(low, state.everything), *(stair.top[1] for stairs in climbs for stair in stairs)]
-    left, right = _left(state, drawing.width), drawing.width - MARGIN
-    box = Box(left, top, right - left, CLIMB + 28 * (drawing.width < WIDE))
-    scale = Scale(min(rates) / 1.9, max(*rates, 3 * low), log=True)
-    axes = Axes(drawing, box, Scale(0, max(1, len(state.on))), scale)
-    first, last = _ends(state)
-    drawing.text((MARGIN, box.bottom + 16), first, size=SMALL, bold=True)
-    drawing.text((right, box.bottom + 16), "each stair: one lever more", size=SMALL, colour=QUIET, anchor="end")
-    drawing.text((right, top - 52), last, size=SMALL, bold=True, anchor="end")
-    paths = [[axes.at(*corner) for stair in stairs for corner in _corners(stair)] for stairs in climbs]
-    with drawing.answer():
-        drawing.polygon([*paths[0], *paths[1][::-1]], TINT)
-    for draws in ((_draw_stairs, _draw_stairs), (_name_all, _name_changes)):
-        for reverse, (draw, stairs) in enumerate(zip(draws, climbs, strict=True)):
+def _draw_lever(axes: Axes, at: float, row: Row, special: bool) -> None:
+    """Draw a lever's name and its factor in each order, joined by a line, in words where it loses or does not start."""
+    drawing, y = axes.drawing, axes.at(1, at)[1]
+    colour = GREEN if special else INK if row.steps else QUIET
+    drawing.text((MARGIN, y + 4), row.title, size=SMALL, colour=colour, bold=special)
+    drawing.text((axes.at(1, at)[0] + 8, y + 4), "off" * (not row.steps), size=SMALL, colour=QUIET)
+    ends = [axes.at(step.factor, at) for step in row.steps if step.factor]
+    with drawing.layer(group=row.field):
+        with drawing.answer():
+            drawing.polyline(ends, GREEN if special else MID, width=7 if special else 3)
+        for reverse in range(len(row.steps))[::-1]:
             with drawing.answer() if reverse else nullcontext():
-                draw(axes, stairs, reverse)
-    hidden_note(drawing, Box(left + box.width / 2, top + CLIMB / 2, box.width / 2, CLIMB / 2))
-    drawing.circle(axes.at(0, low), 5, GREY)
-    if isinstance(state.everything, LeverResult):
-        mean = state.everything.tokens_per_second * state.everything.inter_token_latency
-        drawing.text((right, top - 37), f"{mean:.2g} at once on average", size=SMALL, anchor="end")
-        end = axes.at(len(state.on), rates[1])
-        drawing.line((end[0], top - 33), end)
-        drawing.circle(end, 5, BLUE)
-    return box.bottom + 16
+                _draw_dot(axes, at, row, reverse, special and not reverse)
 
 
-def _left(state: State, width: float) -> float:
-    """Return the left end of the staircases, so that each lever's name has room left of its stair."""
-    count, right = len(state.on), width - MARGIN
-    rooms = (MARGIN + 12 + 1.02 * text_width(f"{row.title} ×0.00", SMALL) for row in state.on)
-    return max([126, *((room - right * at / count) / (1 - at / count) for at, room in enumerate(rooms))])
+def _draw_dot(axes: Axes, at: float, row: Row, reverse: int, named: bool) -> None:
+    """Draw what a lever buys in one order, with its factor if it is `named` or loses, or say why it buys nothing."""
+    drawing, step = axes.drawing, row.steps[reverse]
+    x, y = axes.at(step.factor or 1, at)
+    colour = VERMILLION if step.effect in ("slower", "refused") else COLOURS[reverse]
+    said = reverse and step.effect == row.steps[0].effect
+    if step.factor:
+        drawing.circle((x, y), SIZES[reverse], colour, tip=_tip(row, reverse))
+        beside, anchor = (10, "start") if step.factor > min(step.factor or 0 for step in row.steps) else (-10, "end")
+        if named or (step.effect == "slower" and not said):
+            drawing.text((x + beside, y + 4), _change(step), size=SMALL, colour=colour, anchor=anchor, halo=named)
+    elif not said:
+        drawing.text((axes.box.right, y + 4), SIGNS[step.effect], size=SMALL, colour=colour, anchor="end")
 
 
-def _corners(stair: Stair) -> list[Point]:
-    return [stair.start, (stair.start[0], stair.top[1]), stair.top]
-
-
-def _draw_stairs(axes: Axes, stairs: Sequence[Stair], reverse: int) -> None:
-    for stair in stairs:
-        start, corner, top = (axes.at(*corner) for corner in _corners(stair))
-        colour = VERMILLION if stair.colour == VERMILLION else STAIRS[reverse]
-        with axes.drawing.layer(group=stair.row.field):
-            axes.drawing.polyline([start, corner, top], colour)
-            if stair.special:
-                axes.drawing.line(start, corner, stair.colour, width=7)
-            place = Box(start[0] - 4, min(start[1], top[1]) - 4, top[0] - start[0], abs(top[1] - start[1]) + 8)
-            axes.drawing.rect(place, "transparent", tip=_tip(stair, reverse))
-
-
-def _name_all(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
-    """Write each lever's name and factor left of its stair. If there is no room for all, leave out
-    those that buy nothing.
-    """
-    for named in (stairs, [stair for stair in stairs if stair.step.effect != "nothing"]):
-        grounds = [axes.at(*stair.start)[1] - 5 for stair in named]
-        ys = list(accumulate(grounds, lambda above, y: min(above - ROW + 1, y)))
-        if not ys or ys[-1] > axes.box.y - 24:
-            break
-    for stair, y in zip(named, ys, strict=True):
-        x, high = axes.at(stair.start[0], stair.top[1])
-        if _write(axes, [(x - 10, y)], stair, anchor="end"):
-            axes.drawing.line((x, min(y - 8, high)), (x, high))
-
-
-def _name_changes(axes: Axes, stairs: Sequence[Stair], _reverse: int) -> None:
-    """Write the names and factors of the levers that buy or cost much, the most dependent one's first, then losses."""
-    for stair in sorted(stairs, key=lambda stair: (not stair.special, stair.colour != VERMILLION)):
-        (x, low), (_, high) = axes.at(*stair.start), axes.at(*stair.top)
-        if stair.special and low - high > 100:
-            _draw_surprise(axes, stair, (x - 10, low))
-        elif stair.special or low - high >= ROW or stair.colour == VERMILLION:
-            _write(axes, [(x + 6, high + 17 * down) for down in (1, 2, 3)], stair)
-    if stairs[2:] and stairs[-1].special:
-        first, last = stairs[0], stairs[-2]
-        words = f"{first.row.title} to {last.row.title}: {_change(Step(first.step.before, last.step.after))} together"
-        places = [(axes.box.right - 4, axes.at(*last.top)[1] + down) for down in (17, 57)]
-        _write(axes, places, last._replace(colour=INK), "end", words)
-
-
-def _draw_surprise(axes: Axes, stair: Stair, place: Point) -> None:
-    """Write left of a tall stair, above its foot, what its lever buys, and why."""
-    why = balanced(WHY.get((stair.row.field, stair.step.effect), ""), 150)
-    x, y = place[0], place[1] - 27 - ROW * len(why)
-    axes.drawing.text((x, y), _change(stair.step), size=VALUE, colour=stair.colour, anchor="end", bold=True)
-    where = "last" if stair.top[0] == axes.x.high else "in reverse"
-    for index, words in enumerate([f"{stair.row.title} {where}", *why]):
-        colour = INK if index else stair.colour
-        axes.drawing.text((x, y + 18 + ROW * index), words, size=SMALL, colour=colour, anchor="end", bold=not index)
-
-
-def _write(axes: Axes, places: Sequence[Point], stair: Stair, anchor: str = "start", words: str = "") -> bool:
-    """Write a lever's name and factor, or `words`, at the first of these places where they touch no other
-    words; return whether there is one.
-    """
-    drawing, words = axes.drawing, words or f"{stair.row.title} {_change(stair.step)}"
-    for place in places:
-        box = text_box(place, words, SMALL, anchor, stair.special)
-        if box.x > 2 and box.right < drawing.width - 2 and not any(box.overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=stair.colour, anchor=anchor, bold=stair.special)
-            return True
-    return False
+def _draw_surprise(axes: Axes, index: int, row: Row, where: str) -> None:
+    """Write beside the most dependent lever's row what it buys in reverse, and why."""
+    drawing, step = axes.drawing, row.steps[1]
+    why = balanced(WHY.get((row.field, step.effect), ""), 0.6 * axes.box.width)
+    high = 46 + ROW * len(why)
+    y = axes.at(1, index + 1)[1] + 24 if index < 6 else axes.at(1, index)[1] - high + 24
+    colour = VERMILLION if step.effect == "slower" else GREEN
+    write = partial(drawing.text, anchor="end", halo=True)
+    with drawing.answer():
+        write((axes.box.right, y), _change(step), size=VALUE, colour=colour, bold=True)
+        write((axes.box.right, y + 18), where, size=SMALL, colour=colour, bold=True)
+        for line, words in enumerate(why, 1):
+            write((axes.box.right, y + 18 + ROW * line), words, size=SMALL)
+    hidden_note(drawing, Box(axes.box.right - 160, y - 24, 160, high))
 
 
 def _change(step: Step) -> str:
     """Format a lever's effect as a factor, or say why there is none."""
-    if step.factor is None:
-        return SIGNS[step.effect]
-    return f"×{factor_words(step.factor)}"
+    return f"×{factor_words(step.factor)}" if step.factor else SIGNS[step.effect]
 
 
 def factor_words(factor: float) -> str:
@@ -275,16 +206,16 @@ def _counts(run: LeverResult) -> str:
     return f"{run.tokens_per_second:,.1f} tokens/s, {wait}, {batch}, {cache}{hits}{lost}"
 
 
-def _tip(stair: Stair, reverse: int) -> str:
+def _tip(row: Row, reverse: int) -> str:
     """Write a tooltip: the results before and after, and why."""
-    field, step = stair.row.field, stair.step
-    head = f"Number {stair.start[0] + 1} {ORDERS[reverse]}, {stair.row.title}"
+    step = row.steps[reverse]
+    head = f"{row.title}, after those {ORDERS[reverse]} it"
     if not isinstance(step.after, LeverResult):
         return f"{head}: the server does not start. {step.after}."
     before = _counts(step.before) if isinstance(step.before, LeverResult) else "does not start"
-    idle = field in ON_THE_CACHE and not step.after.kv_tokens
-    why = "There is no KV cache yet." if idle else WHY.get((field, step.effect), "")
-    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {ACTS[field]} {why}"
+    idle = row.field in ON_THE_CACHE and not step.after.kv_tokens
+    why = "There is no KV cache yet." if idle else WHY.get((row.field, step.effect), "")
+    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {ACTS[row.field]} {why}"
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
@@ -294,7 +225,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
     ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
-    name = f"with {f'these {len(state.on)}' if state.on else 'nothing'} on: ms a client waits per token"
+    name = f"ms a client waits for a token, with {f'these {len(state.on)}' if state.on else 'nothing'} on"
     axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(3))
     for low, high, trouble in breaks(state):
         axes.tint(low, high, BREAKS[trouble], VERMILLION)
