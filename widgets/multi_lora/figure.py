@@ -45,7 +45,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     serving = state.serving
     note = f"{serving.load:g} requests a second for {counted(serving.adapters, 'adapter')}"
-    note += "; adapter 1 is the most popular; modelled"
+    note += "; adapter 1 is the most popular" * bool(serving.skew and serving.adapters > 1) + "; modelled"
     y = draw_strip(drawing, state, _draw_head(drawing, state, "The queue and the LoRA slots", note) + 14) + 48
     waits = Box(64, y, width - 64 - MARGIN, 366 - y if width >= WIDE else 180)
     memory = Box(waits.x, waits.bottom + 10, waits.width, 42)
@@ -94,10 +94,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
             axes.explain(*span, words.split(":")[0])
             if span[0] is None and state.slots < (span[1] or 0) < state.run[-1]:
                 axes.explain(span[1], None, f"{math.ceil(span[1] or 0)} slots are enough", GREEN)
-    axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     for span in state.stopped:
         axes.shade(*span, _refusal_words(state))
         axes.explain(*span, "does not start")
+    axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
     hidden_note(axes.drawing, axes.box)
@@ -115,7 +115,7 @@ def _draw_here(axes: Axes, state: State) -> None:
     wait = state.in_the_end(state.slots)
     number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
     colour = VERMILLION if state.cause(state.slots) else GREEN
-    words = f"until {percent(CLIENTS)} of requests have a first token"
+    words = f"to first token for {percent(CLIENTS)} of requests"
     axes.drawing.number((MARGIN, axes.box.y - 12), number, words, colour)
     axes.points([state.slots], [wait], colour, radius=6)
 

@@ -67,7 +67,7 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     empty = list(state.empty.values())
     taken = [size for size in sizes if size >= DEFAULT and state.extra[size] > axes.y.low]
     extra = [state.extra[size] for size in taken]
-    drawing.number((MARGIN, axes.box.y - 12), percent(share), "of the held slots are empty on average", ORANGE)
+    drawing.number((MARGIN, axes.box.y - 12), percent(share), "of held slots are empty on average", ORANGE)
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
     axes.broken(None, DEFAULT, f"no kernel takes fewer than {DEFAULT}")
@@ -83,6 +83,8 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     drawing.text((axes.box.right - 2, below), f"limit: {percent(state.allowed)}", size=SMALL, anchor="end")
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(state.block_size, "block_size")
+    here = [size for size in taken if size == state.block_size]
+    axes.points(here, [state.extra[size] for size in here], PURPLE)
     with drawing.answer():
         tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
         axes.line(sizes[1:], empty[1:], ORANGE, width=3, tips=tips[1:])  # blocks of 1 have no empty slot
