@@ -9,13 +9,23 @@ import math
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from minivllm_simulate.load_sweep import Span
-from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT
-from widgets.multi_lora.state import CLIENTS, SLOTS, WAYS, State
+from widgets.multi_lora.state import CLIENTS, SLOTS, State
 from widgets.multi_lora.strip import draw_strip
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, percent, seconds
+from widgets.shell.plot import (
+    MARGIN,
+    WIDE,
+    Axes,
+    Scale,
+    balanced,
+    counted,
+    hidden_note,
+    modelled,
+    percent,
+    seconds,
+)
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, MID, MISSED, RESERVED
+from widgets.shell.theme import BROKEN, CARD, MID, RESERVED
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
@@ -34,32 +44,25 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     serving = state.serving
-    note = (
-        f"{serving.name} on {serving.gpu.name}; {serving.load:g} requests a second for "
-        f"{counted(serving.adapters, 'adapter')} (1: the most popular); modelled"
-    )
-    y = draw_strip(drawing, state, _draw_head(drawing, state, "Queue, slots and memory", note) + 14) + 44
-    waits = Box(64, y, width - 64 - MARGIN, 332 - y if width >= WIDE else 150)
-    memory = Box(waits.x, waits.bottom + 10, waits.width, 84)
+    note = f"{serving.load:g} requests a second for {counted(serving.adapters, 'adapter')}"
+    note += "; adapter 1 is the most popular" * bool(serving.skew and serving.adapters > 1) + "; modelled"
+    y = draw_strip(drawing, state, _draw_head(drawing, state, "The queue and the LoRA slots", note) + 14) + 48
+    waits = Box(64, y, width - 64 - MARGIN, 366 - y if width >= WIDE else 180)
+    memory = Box(waits.x, waits.bottom + 10, waits.width, 42)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
-    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, serving.gpu.memory_bytes / 1e9)), state)
+    _draw_memory(Axes(drawing, memory, ACROSS, Scale(0, max(serving.most_slots, 1))), state)
     drawing.height = memory.bottom + 44
     return drawing.render()
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw the time of a step with adapters, in each of `WAYS`."""
-    drawing = Drawing(width, 0, "What adapters cost", "The time of a step, in three ways")
+    """Draw the time of a step with adapters, and how many merged models fit."""
+    drawing = Drawing(width, 0, "What adapters cost", "The time of a step, and the models that fit")
     note = f"a step of {counted(state.batch, 'request')} with {counted(state.applied, 'adapter')}; modelled"
     y = _draw_head(drawing, state, "What adapters cost", note)
     if state.serving.at_once:
-        y = _draw_steps(drawing, state, y + 40)
-    adapters = state.serving.adapters
-    copies = f"{adapters:,} merged cop{'ies' if adapters > 1 else 'y'}"
-    fits = min(state.serving.copies_that_fit, adapters)
-    words = f"{copies} would take {gigabytes(state.merged_bytes)}; {fits:,} fit."
-    colour = VERMILLION if fits < adapters else QUIET
-    drawing.height = drawing.paragraph((MARGIN, y + 20), words, width - 2 * MARGIN, colour=colour) + 18
+        y = _draw_steps(drawing, state, y + 42)
+    drawing.height = _draw_copies(drawing, state, y + 56) + 24
     return drawing.render()
 
 
@@ -89,48 +92,32 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         for span in state.late:
             axes.shade(*span, words := late_words(state, span))
             axes.explain(*span, words.split(":")[0])
+            if span[0] is None and state.slots < (span[1] or 0) < state.run[-1]:
+                axes.explain(span[1], None, f"{math.ceil(span[1] or 0)} slots are enough", GREEN)
     for span in state.stopped:
         axes.shade(*span, _refusal_words(state))
-        words, place = "does not start", (axes.box.right - 4, axes.box.y + 0.9 * axes.box.height)
-        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, bold=True, turn=-90, halo=BROKEN)
+        axes.explain(*span, "does not start")
+    axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
-    if state.slots in state.run:
-        wait = state.in_the_end(state.slots)
-        number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
-        colour = VERMILLION if state.cause(state.slots) else GREEN
-        words = f"to first token for {percent(CLIENTS)} of requests"
-        axes.drawing.number((MARGIN, axes.box.y - 10), number, words, colour)
-    axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     hidden_note(axes.drawing, axes.box)
+    axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
         walls = [wall for wall, _ in state.stopped if wall and state.complete]
         waits = [state.in_the_end(slots) for slots in (*state.run, *(state.run[-1] for _ in walls))]
         axes.line([*state.run, *walls], waits, BLUE)
-        low, enough = state.late[0] if state.late else (0, None)
-        if low is None and enough and state.slots < enough < state.run[-1]:
-            _draw_enough(axes, state, enough)
-    axes.here(state.slots, "slots", counted(state.slots, "slot"))
-    with axes.drawing.answer():
+        if state.slots in state.run:
+            _draw_here(axes, state)
         axes.tips(state.run, lambda slots: _tip(state, slots))
 
 
-def _draw_enough(axes: Axes, state: State, enough: float) -> None:
-    """Write how many slots are enough, and why, above the limit if there is room."""
-    load, at_once = state.serving.load, state.serving.at_once
-    lines = [
-        f"{math.ceil(enough)} slots are enough:",
-        f"{at_once:.0f} requests at once",
-        f"({load:g} a second × {round(at_once / load, 1) or at_once / load:.2g} s)",
-        f"use ~{state.wanted:.0f} adapters",
-    ]
-    (x, limit), wall = axes.at(enough, state.ttft), axes.at(min(ACROSS.high, state.serving.most_slots), 1)[0]
-    if BOLD * max(text_width(words, SMALL) for words in lines) > wall - x - 8 or limit < axes.box.y + 66:
-        axes.explain(enough, None, lines[0][:-1], GREEN)
-        return
-    for row, words in enumerate(lines):
-        place = x + 7, axes.box.y + 13 + 16 * row
-        axes.drawing.text(place, words, size=SMALL, colour=GREEN, bold=row in (0, 3), halo=True)
+def _draw_here(axes: Axes, state: State) -> None:
+    wait = state.in_the_end(state.slots)
+    number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
+    colour = VERMILLION if state.cause(state.slots) else GREEN
+    words = f"to first token for {percent(CLIENTS)} of requests"
+    axes.drawing.number((MARGIN, axes.box.y - 12), number, words, colour)
+    axes.points([state.slots], [wait], colour, radius=6)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -174,30 +161,23 @@ def _tip(state: State, slots: int) -> str:
 
 
 def _draw_memory(axes: Axes, state: State) -> None:
-    """Draw how much of the GPU's memory the slots leave for the KV cache."""
-    serving, drawing, box = state.serving, axes.drawing, axes.box
-    name, ticks = "slots on the GPU (max_loras)", axes.y.ticks(3)
-    axes.frame(name, "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=ticks, y_format="{:g} GB".format)
-    weights, slot = weight_bytes(serving.model) / 1e9, serving.cost.slot_bytes / 1e9
-    counts = [max(min(ACROSS.high, serving.most_slots), ACROSS.low) ** (part / 40) for part in range(41)]
-    base, wall = axes.at(ACROSS.low, min(weights, axes.y.high))[1], axes.at(counts[-1], 0)[0]
-    top = axes.at(ACROSS.low, weights + serving.most_slots * slot)[1]
-    if serving.most_slots > ACROSS.low:
-        drawing.rect(Box(box.x, top, wall - box.x, base - top), RESERVED)
-        edge = [axes.at(count, weights + count * slot) for count in counts]
-        drawing.polygon([*edge, (wall, base), (box.x, base)], ORANGE)
-        drawing.text((wall - 5, base - 3), "slots", size=SMALL, anchor="end")
-    drawing.rect(Box(box.x, base, box.width, box.bottom - base), MID)
-    if box.bottom - base > 14:
-        drawing.text((box.x + 7, (base + box.bottom) / 2 + 4), "weights", size=SMALL)
+    """Draw how much of the memory beside the weights the slots leave for the KV cache."""
+    drawing, box, most = axes.drawing, axes.box, min(ACROSS.high, state.serving.most_slots)
+    axes.frame("slots on the GPU (max_loras)", "", x_ticks=TICKS, x_format="{:,}".format, y_ticks=())
+    drawing.text((box.x - 7, box.y + 26), "memory", size=SMALL, colour=QUIET, anchor="end")
+    if most > ACROSS.low:
+        wall = axes.at(most, 0)[0]
+        drawing.rect(Box(box.x, box.y, wall - box.x, box.height), RESERVED)
+        edge = [axes.at(most ** (part / 40), most ** (part / 40)) for part in range(41)]
+        drawing.polygon([*edge, (wall, box.bottom), (box.x, box.bottom)], ORANGE)
+        drawing.text((wall - 5, box.bottom - 5), "slots", size=SMALL, anchor="end")
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
-    point = state.points.get(state.slots)
-    words = f"KV cache: {percent(1 - point.cache_used)} free" if point else "KV cache"
-    most = wall - 36 - BOLD * text_width(words, SMALL)
-    if most > box.x and base - top > 18:
-        place = max(box.x, min(axes.at(state.slots, 0)[0], most)) + 8, top + 16
+    if point := state.points.get(state.slots):
+        words = f"KV cache: {percent(1 - point.cache_used)} free"
+        most = axes.at(most, 0)[0] - 40 - BOLD * text_width(words, SMALL)
+        place = max(box.x, min(axes.at(state.slots, 0)[0], most)) + 8, box.y + 17
         drawing.text(place, words, size=SMALL, bold=True, halo=RESERVED)
 
 
@@ -205,38 +185,53 @@ def _draw_memory(axes: Axes, state: State) -> None:
 
 
 def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
-    """Draw the time of a step as bars, one for each way to apply its adapters: its passes over the model,
-    and what the adapters add; return the y below.
+    """Draw the time of a step as bars: without adapters, and with what they add, in one kernel or in a loop;
+    return the y below.
     """
-    count, fits = state.applied, state.serving.copies_that_fit
-    rates = state.rate("merged", 1), *(state.rate(way, count) for way in WAYS)
-    base, together, loop, merged = (state.batch / rate for rate in rates)
+    count = state.applied
+    base, together, loop = state.step_seconds
     kernel = f"{'all ' * (count > 1)}{count} in one kernel"
     drawing.number((MARGIN, y), f"{together / base:.2f}", f"times as long with {kernel}", BLUE)
+    left, x, high = _left(drawing), 0.0, 24
+    wide = (drawing.width - MARGIN - left - 60) / max(together, loop)
     rows = [
-        ("without adapters", INK, [(base, MID)]),
-        (kernel, BLUE, [(base, MID), (together - base, BLUE)]),
-        ("one after the other", ORANGE, [(base, MID), *[((loop - base) / count, ORANGE)] * count]),
-        ("a merged model each", INK, [(merged / count, MID if index < fits else "none") for index in range(count)]),
+        ("without adapters", INK, base, 1),
+        (kernel, BLUE, together, 1),
+        ("one after the other", ORANGE, loop, count),
     ]
-    left, x, wide = MARGIN + (150 if drawing.width >= WIDE else 86), 0.0, 0.0
-    for name, colour, pieces in rows:
-        y += 34
-        lines = balanced(name, left - MARGIN - 4)
-        for index, line in enumerate(lines):
-            drawing.text((MARGIN, y + 13 * (index - (len(lines) - 1) / 2)), line, size=SMALL, colour=colour)
-        x = left
-        for part, fill in pieces:
-            wide = part / max(together, loop, merged) * (drawing.width - MARGIN - left - 94)
-            box = Box(x, y - 15, wide - min(1, wide / 2), 22)
-            drawing.rect(box, fill, stroke=MISSED if fill == "none" else "none", tip=seconds(part))
-            if fill == "none":
-                drawing.hatch(box, VERMILLION)
-            x += wide
-        total = sum(part for part, _ in pieces)
-        drawing.text((x + 6, y), seconds(total) + f" ×{total / base:.3g}" * (name != rows[0][0]), size=SMALL)
-    if fits < count:
-        middle = x - (count - fits) * wide / 2, y
-        drawing.text(middle, "do not fit", size=SMALL, colour=VERMILLION, anchor="middle", halo=True)
-        drawing.text((x + 6, y + 15), "if they fitted", size=SMALL, colour=VERMILLION)
-    return y + 19
+    for name, colour, total, pieces in rows:
+        y += 38
+        _name(drawing, name, y, colour)
+        drawing.rect(Box(left, y - 16, base * wide, high), MID, tip=seconds(base))
+        each = (total - base) * wide / pieces
+        for piece in range(pieces):
+            x = left + base * wide + piece * each
+            drawing.rect(Box(x + 1, y - 16, each - 1, high), colour, tip=seconds(total - base))
+        drawing.text((left + total * wide + 7, y + 1), seconds(total), size=SMALL, bold=True)
+    return y
+
+
+def _draw_copies(drawing: Drawing, state: State, y: float) -> float:
+    """Draw a merged model for each adapter of a step, and which of them do not fit; return the y of their name."""
+    count, left = state.applied, _left(drawing)
+    fits, each = min(state.serving.copies_that_fit, count), (drawing.width - MARGIN - left - 84) / max(count, 8)
+    _name(drawing, "merged models in memory", y, INK)
+    drawing.rect(Box(left, y - 16, fits * each, 24), MID)
+    without = Box(left + fits * each, y - 16, (count - fits) * each, 24)
+    drawing.rect(without, BROKEN)
+    drawing.hatch(without, VERMILLION)
+    for index in range(1, count):
+        drawing.line((left + index * each, y - 16), (left + index * each, y + 8), CARD, width=min(3, each / 4))
+    colour, words = VERMILLION if fits < count else INK, f"{fits} of {count} fit"
+    drawing.text((without.right + 7, y + 1), words, size=SMALL, colour=colour, bold=True)
+    return y
+
+
+def _left(drawing: Drawing) -> float:
+    return MARGIN + (150 if drawing.width >= WIDE else 86)
+
+
+def _name(drawing: Drawing, name: str, y: float, colour: str) -> None:
+    lines = balanced(name, _left(drawing) - MARGIN - 4)
+    for index, line in enumerate(lines):
+        drawing.text((MARGIN, y + 14 * (index - (len(lines) - 1) / 2)), line, size=SMALL, colour=colour)

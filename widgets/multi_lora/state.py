@@ -12,7 +12,6 @@ from minivllm_lab.multi_lora.costs import distinct_adapters
 from minivllm_lab.multi_lora.learner_policy import Admit
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span, spans, within
-from minivllm_simulate.memory import weight_bytes
 from widgets.multi_lora.runs import ANSWER, PROMPT, Own, Point, Serving, Slots, experiment
 from widgets.shell.swept import Sweep, SweptState
 
@@ -31,7 +30,6 @@ START = {
     "slots": 8, "max_rank": 16, "adapters": 1000, "skew": 1.0, "rank": 16, "load": 20.0, "ttft": 0.2,
     "model": "Llama-3.1-8B", "gpu": "H100",
 }  # fmt: skip
-WAYS = ("together", "loop", "merged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +100,7 @@ class State(SweptState[Point]):
 
     @property
     def batch(self) -> int:
-        """Return the number of requests in a mean step if none waited, for comparison with a loop
-        and with merged copies.
-        """
+        """Return the number of requests in a mean step if none waited."""
         return max(1, round(self.serving.at_once))
 
     @property
@@ -118,20 +114,13 @@ class State(SweptState[Point]):
         """Return the number of adapters in a mean step, at least one."""
         return max(1, min(round(self.distinct), self.batch))
 
-    def rate(self, way: str, distinct: int) -> float:
-        """Return the modelled tokens per second of a decode step with this many adapters, applied
-        in one of `WAYS`.
-        """
-        cost = self.serving.cost
-        shape = StepShape.of([(1, PROMPT + ANSWER // 2)] * self.batch)
-        if way == "together":
-            return self.batch / cost.seconds(shape, distinct)
-        return self.batch / (cost.loop_seconds if way == "loop" else cost.merged_seconds)(shape, distinct)
-
     @property
-    def merged_bytes(self) -> int:
-        """Return the bytes that merged copies of the model would take, one for each adapter."""
-        return self.serving.adapters * weight_bytes(self.serving.model)
+    def step_seconds(self) -> tuple[float, float, float]:
+        """Return the modelled times of a decode step without adapters, with all of them in one kernel, and with
+        one after the other.
+        """
+        cost, shape = self.serving.cost, StepShape.of([(1, PROMPT + ANSWER // 2)] * self.batch)
+        return cost.base.seconds(shape), cost.seconds(shape, self.applied), cost.loop_seconds(shape, self.applied)
 
 
 def sweep(

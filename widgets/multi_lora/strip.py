@@ -21,8 +21,8 @@ from widgets.shell.theme import IDLE, MID, RESERVED
 
 LEFT, WIDE, HIGH, GAP = MARGIN + 10, 30, 22, 4
 """Pixels left of the rows, of a box, and between two."""
-Shown = tuple[str, str, bool]
-"""The words in a box, its colour, and whether it is marked."""
+Shown = tuple[str, str]
+"""The words in a box, and its colour."""
 Item = TypeVar("Item")
 
 
@@ -37,7 +37,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     ends = frame_ends(Scale(start, end))
     frames = [_moment_at(state.here.strip, end) for end in ends]
     drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
-    queue_words, queue, slot_words, slots = zip(*(_scene(frame, state.serving.skew) for frame in frames), strict=True)
+    queue_words, queue, slot_words, slots = zip(*(_scene(frame) for frame in frames), strict=True)
     _write(drawing, y + 10, queue_words)
     gate = _draw_boxes(drawing, y + 18, queue, rows=1) + 10
     _write(drawing, gate + 20, slot_words)
@@ -59,20 +59,13 @@ def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
     return last if last.start < time <= last.end else replace(last, in_use=frozenset(), held_for=(), waiting=0)
 
 
-def _scene(moment: Moment, skew: float) -> tuple[str, list[Shown], str, list[Shown]]:
-    """Return the words and boxes of the queue and of the slots; marked are the most popular adapter that
-    waits and the rarest that runs, if it is rarer.
-    """
+def _scene(moment: Moment) -> tuple[str, list[Shown], str, list[Shown]]:
+    """Return the words and boxes of the queue and of the slots."""
     many, colours = len(moment.held_for), {None: IDLE} | dict.fromkeys(moment.in_use, SKY)
-    queue = f"{counted(many, 'request')} wait{'s' * (many == 1)}" if many else "no request waits for a slot"
+    queue = f"{counted(many, 'request')} wait{'s' * (many == 1)} for a slot" if many else "no request waits for a slot"
     slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} used"
-    waits, runs = min(moment.held_for, default=0), max(moment.in_use, default=0)
-    if unjust := skew and 0 < waits < runs:
-        queue += f", even for {'the most popular adapter' if waits == 1 else f'adapter {waits}'}"
-        slots += f", one by rare {runs}"
-    waiting = [(str(each), VERMILLION, bool(unjust and each == waits)) for each in moment.held_for]
-    loaded = [(str(each or ""), colours.get(each, RESERVED), bool(unjust and each == runs)) for each in moment.slots]
-    return queue, waiting, slots, loaded
+    waiting = [(str(each), VERMILLION) for each in moment.held_for]
+    return queue, waiting, slots, [(str(each or ""), colours.get(each, RESERVED)) for each in moment.slots]
 
 
 def _write(drawing: Drawing, y: float, frames: Sequence[str]) -> None:
@@ -87,8 +80,7 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
     across = int((drawing.width - 2 * LEFT + GAP) // (WIDE + GAP))
     most = across * rows
     shown = [
-        items if len(items) <= most else [*items[: most - 1], (f"+{len(items) - most + 1}", "none", False)]
-        for items in frames
+        items if len(items) <= most else [*items[: most - 1], (f"+{len(items) - most + 1}", "none")] for items in frames
     ]
     longest = max(map(len, shown))
     missing *= longest + missing <= most
@@ -97,13 +89,11 @@ def _draw_boxes(drawing: Drawing, y: float, frames: Sequence[Sequence[Shown]], r
         if index >= longest:
             with drawing.answer():
                 drawing.rect(box, "none", stroke=GREEN, dash="3 3", radius=2)
-        for (words, colour, marked), at in _stays([items[index] if index < len(items) else None for items in shown]):
-            if marked:
-                drawing.rect(Box(box.x - 2.5, box.y - 2.5, WIDE + 5, HIGH + 5), INK, at=at, radius=4)
+        for (words, colour), at in _stays([items[index] if index < len(items) else None for items in shown]):
             drawing.rect(box, colour, at=at, radius=2, group=f"adapter-{words}" * (colour != IDLE))
             place = (box.x + WIDE / 2, box.bottom - 7)
             ink = ink_on(colour) if colour in (SKY, VERMILLION) else INK  # the other boxes turn dark on a dark page
-            drawing.text(place, words, size=SMALL, colour=ink, anchor="middle", bold=marked, at=at)
+            drawing.text(place, words, size=SMALL, colour=ink, anchor="middle", at=at)
     return y + max(1, -(-(longest + missing) // across)) * (HIGH + GAP) - GAP
 
 

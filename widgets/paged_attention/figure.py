@@ -1,5 +1,5 @@
 """Draw lesson 02's picture: a pool of blocks, slot by slot, with the block tables that point into it,
-and below it the two wastes of a block size.
+and below it what a block size wastes.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm_lab.drawing import Point, text_width
+from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
-from widgets.shell.plot import MARGIN, ROW, VALUE, WIDE, Axes, Scale, counted, hidden_note
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED, WORDS
 
@@ -23,13 +23,13 @@ DEFAULT = 16
 """vLLM's default block size, which is also the smallest that its kernels take."""
 COLUMNS, NARROW = 4, 8
 """Slots in a row of a block, whose slots are filled row by row, and pixels below which half as many stand in it."""
-NUMBER, SLOTS, ENTRY, REACH = 30, 108, 20, 26
+NUMBER, SLOTS, ENTRY, REACH = 30, 104, 20, 24
 """The heights in pixels of a block's number and owner, of its slots, of a table's entry, and of the space
 between a table and the pool.
 """
 ROOMY = 1.4 * SMALL
 """Pixels above which a block is wide enough for two characters."""
-PLAIN, RIM = f'fill="{INK}"', f'stroke="{CARD}" stroke-width="4" paint-order="stroke"'
+PLAIN = f'fill="{INK}"'
 MODELLED = "Modelled for one KV head without a cache: an entry has 4 bytes, but fetches a whole piece of memory."
 
 
@@ -49,66 +49,49 @@ def slots(size: int) -> str:
 def draw(state: State, width: float, pinned: State | None, description: str) -> str:
     """Draw the picture as SVG."""
     drawing = Drawing(width, 0, "A pool of blocks", description)
-    top = _pool(drawing, state, width) + 34
-    box = Box(56, top, width - 56 - MARGIN, 106 if width >= WIDE else 130)
+    top = _pool(drawing, state, width) + 48
+    box = Box(56, top, width - 56 - MARGIN, 100 if width >= WIDE else 130)
     across = Scale(min(state.empty), max(state.empty), log=True)
-    _wastes(Axes(drawing, box, across, Scale(0.003, 1, log=True)), state, pinned)
+    _wastes(Axes(drawing, box, across, Scale(0.005, 1, log=True)), state, pinned)
     drawing.height = box.bottom + 42
     drawing.play([frame.caption for frame in state.play.frames], still=True)
     return drawing.render()
 
 
-# ---- the two wastes
+# ---- what a block size wastes
 
 
 def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
-    """Draw the empty share of the held slots and the bytes fetched in vain, by block size."""
-    drawing, sizes = axes.drawing, list(state.empty)
-    empty, extra = list(state.empty.values()), list(state.extra.values())
+    """Draw the empty share of the held slots by block size, and what a kernel fetches in vain where it is much."""
+    drawing, sizes, share = axes.drawing, list(state.empty), state.empty[state.block_size]
+    empty = list(state.empty.values())
+    taken = [size for size in sizes if size >= DEFAULT and state.extra[size] > axes.y.low]
+    extra = [state.extra[size] for size in taken]
+    drawing.number((MARGIN, axes.box.y - 12), percent(share), "of held slots are empty on average", ORANGE)
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
-    axes.broken(None, DEFAULT, f"No kernel takes fewer than {DEFAULT}")
-    axes.frame("", "wasted, of slots held or bytes needed", x_ticks=sizes, y_ticks=(0.01, 0.1, 1), y_format=percent)
-    drawing.text((axes.box.x, axes.box.bottom + 33), "block size", size=SMALL, colour=QUIET)
+    axes.broken(None, DEFAULT, f"no kernel takes fewer than {DEFAULT}")
+    axes.frame("slots in a block", "", x_ticks=sizes, x_format="{:g}".format, y_ticks=(0.01, 0.1, 1), y_format=percent)
     if pinned:
-        axes.pinned(sizes, list(pinned.extra.values()), pinned.block_size)
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
-        inside = [size for size in sizes if state.extra[size] >= axes.y.low]
-        tips = [f"{slots(size)}: {percent(state.extra[size])} in vain (modelled)." for size in inside]
-        axes.line(inside, extra[: len(inside)], PURPLE, width=1.5, tips=tips)
-        axes.name(sizes[:3], extra[:3], "look-up bytes", PURPLE)
-    axes.mark_y(state.allowed, f"limit {percent(state.allowed)}")
+        tips = [f"{slots(size)}: {percent(state.extra[size])} in vain (modelled)." for size in taken]
+        axes.line(taken, extra, PURPLE, width=1.5, tips=tips)
+        axes.name(taken[1:], extra[1:], "look-up bytes", PURPLE)
+    axes.mark_y(state.allowed, "")
+    below = axes.at(1, state.allowed)[1] + 14
+    drawing.text((axes.box.right - 2, below), f"limit: {percent(state.allowed)}", size=SMALL, anchor="end")
+    hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
+    axes.here(state.block_size, "block_size")
+    here = [size for size in taken if size == state.block_size]
+    axes.points(here, [state.extra[size] for size in here], PURPLE)
     with drawing.answer():
         tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
         axes.line(sizes[1:], empty[1:], ORANGE, width=3, tips=tips[1:])  # blocks of 1 have no empty slot
-        axes.label(axes.at(128, state.empty[128]), "empty slots", ORANGE)
-        _valley(axes, state)
-        _read(axes, state)
-    hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
-    axes.here(state.block_size, "block_size")
-
-
-def _read(axes: Axes, state: State) -> None:
-    """Mark where the handle meets the empty slots, and write their share."""
-    drawing, share = axes.drawing, state.empty[state.block_size]
-    x, y = axes.at(state.block_size, max(share, axes.y.low))
-    across, anchor = (x + 10, "start") if x + 125 < axes.box.right else (x - 10, "end")
-    drawing.last(lambda: drawing.circle((x, y), 5, ORANGE))
-    half = ["half the last block"] * (DEFAULT <= state.block_size <= state.tokens)
-    lines = ["empty on average" + ":" * len(half), *half]
-    low = axes.box.bottom - 8 - ROW * len(lines)
-    drawing.text((across, low), percent(share), size=VALUE, colour=ORANGE, anchor=anchor, bold=True, halo=True)
-    for row, line in enumerate(lines, 1):
-        drawing.text((across, low + ROW * row), line, size=SMALL, anchor=anchor, halo=True)
-
-
-def _valley(axes: Axes, state: State) -> None:
-    """Mark the cheapest block size that a kernel takes."""
-    x, y = axes.at(state.valley, state.empty[state.valley])
-    axes.drawing.last(lambda: axes.drawing.circle((x, y), 6.5, GREEN))
-    words = f"cheapest ≥ {DEFAULT}"
-    axes.drawing.text((x, axes.box.bottom + 33), words, size=SMALL, colour=GREEN, anchor="middle", bold=True)
+        cheapest = axes.at(state.valley, state.empty[state.valley])
+        axes.label(cheapest, f"cheapest: {state.valley}", GREEN)
+        drawing.last(lambda: drawing.circle(cheapest, 6.5, GREEN))
+        axes.points([state.block_size], [max(share, axes.y.low)], ORANGE, radius=6)
 
 
 # ---- the pool and the tables
@@ -121,11 +104,9 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     play, room = state.play, width - 2 * MARGIN
     title = f"{play.num_blocks - 1} blocks of {counted(play.block_size, 'slot')}"
     shorter = f", lengths ÷ {play.shortened}" * (play.shortened > 1)
-    sharing = f" (×{state.samples}: shared)" * (state.samples > 1)
-    note = f"{counted(state.samples, 'answer')} a request{sharing}{shorter}"
+    note = f"{counted(state.samples, 'answer')} a request{shorter}"
     y = drawing.heading((MARGIN, 22), title, note) + 22
-    keys = [Segment("token", 0, BLUE), Segment("free", 0, IDLE, outlined=True)]
-    keys.append(Segment("empty", 0, ORANGE, draw=lambda at: _draw_empty(drawing, at, play)))
+    keys = [Segment("token", 0, BLUE), Segment("empty", 0, ORANGE), Segment("free", 0, IDLE, outlined=True)]
     y = legend(drawing, (MARGIN, y), keys, room) - 6
     followed = list(_followed(play.frames))
     wide, top = room / (play.num_blocks - 1), y + ENTRY + REACH
@@ -138,17 +119,6 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
         with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
             _draw_followed(drawing, request, tables, places, tops)
     return places[0].bottom + (REACH + ENTRY) * (state.samples > 1)
-
-
-def _draw_empty(drawing: Drawing, at: Point, play: Play) -> None:
-    """Draw the key of empty slots, with their share of the slots held in each frame."""
-    drawing.rect(Box(at[0] - 6, at[1] - 6, 12, 12), ORANGE, radius=2)
-    held = [[each.filled for each in _holdings(frame, play.block_size).values()] for frame in play.frames]
-    shares = [full and f"{100 - 100 * sum(full) / len(full) / play.block_size:.0f} % here" for full in held]
-    place = at[0] + 17 + text_width("empty", SMALL), at[1] + 4
-    with drawing.answer():
-        for words, first, last in _runs(shares):
-            drawing.text(place, words, size=SMALL, colour=ORANGE, bold=True, at=f"{first} {last}")
 
 
 def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
@@ -168,10 +138,6 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
         paths = [_slots(places[block], value[1], size) for block, value in marks]
         drawing.add(f'<path d="{"".join(paths)}" fill="{BLUE}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
-    shared = _layers(seen, play.num_blocks, lambda holding: holding.tables > 1 and (holding.request, holding.tables))
-    for _, marks in _layered(drawing, shared):
-        counts = [(places[block], f"×{tables}"[places[1].width < 1.7 * SMALL :]) for block, (_, tables) in marks]
-        _write(drawing, counts, NUMBER + SLOTS / 2, f'{PLAIN} font-weight="600" {RIM}')
     _write(drawing, [(place, str(block)) for block, place in enumerate(places) if place.width > ROOMY], 13)
 
 
@@ -248,23 +214,21 @@ class _Holding(NamedTuple):
     """The entry in the table, from 0."""
     filled: int
     """Slots that hold a token."""
-    tables: int
-    """The tables that it is in."""
     fault: str
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
     """Map each block to its holder in one frame."""
     faults = {block: fault.words for fault in reversed(frame.faults) for block in fault.blocks}
-    holdings = {block: _Holding(0, 0, 0, 0, words) for block, words in faults.items()}
+    holdings = {block: _Holding(0, 0, 0, words) for block, words in faults.items()}
     for table in frame.tables:
         for entry, block in enumerate(table.blocks):
             filled = min(max(table.tokens - entry * block_size, 0), block_size)
             before = holdings.get(block)
             if before and before.request == table.request:
-                holdings[block] = before._replace(filled=max(before.filled, filled), tables=before.tables + 1)
+                holdings[block] = before._replace(filled=max(before.filled, filled))
             else:
-                holdings[block] = _Holding(table.request, entry, filled, 1, faults.get(block, ""))
+                holdings[block] = _Holding(table.request, entry, filled, faults.get(block, ""))
     return holdings
 
 

@@ -8,12 +8,12 @@ from minivllm_lab.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, percent, seconds, tokens
-from widgets.shell.svg import QUIET, SMALL, Box, Drawing
+from widgets.shell.plot import MARGIN, Axes, Scale, hidden_note, modelled, percent, seconds, tokens
+from widgets.shell.svg import Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-HIGH = 116
+HIGH = 104
 """The pixels of a plot's height."""
 
 
@@ -27,7 +27,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; modelled"
     with drawing.layer(tip=modelled(state.error)):
         y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
-    loss = Box(60, draw_pool(drawing, state, y + 19) + 56, width - MARGIN - 60, HIGH)
+    loss = Box(60, draw_pool(drawing, state, y + 32) + 52, width - MARGIN - 60, HIGH)
     _draw_loss(drawing, loss, state, pinned)
     drawing.height = loss.bottom + 44
     return drawing.render()
@@ -43,44 +43,31 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     alike = pinned if pinned and (pinned.serving.policy != "recompute") == swaps else None  # the same quantity
     before = [alike.points[pool].lost for pool in alike.run] if alike else []
     axes = Axes(drawing, box, POOL, Scale(0, 0.5 if max([0.0, *lost, *before]) <= 0.5 else 1))
-    name, colour = ("time that steps wait for copies", PURPLE) if swaps else ("share of tokens computed twice", ORANGE)
+    words, colour = (
+        ("of the time, steps wait for copies", PURPLE) if swaps else ("of all tokens computed twice", ORANGE)
+    )
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
-    drawing.text((MARGIN, box.y - 10), name, size=SMALL, colour=QUIET)
-    if (point := state.points.get(state.pool)) and point.recomputed:
-        with drawing.answer():
-            each = f"{counted(point.preemptions, 'victim')} × about {point.recomputed / point.preemptions:,.0f} tokens"
-            drawing.text((MARGIN, box.y - 28), f"{each} = {percent(point.wasted)} of all", size=SMALL, bold=True)
-    _draw_broken(axes, state)
+    for span in state.late:
+        axes.shade(*span, why := late_words(state, span))
+        axes.explain(*span, why.split(":")[0])
+        if any(pool >= (span[1] or math.inf) and not state.causes(pool) for pool in pools):
+            axes.explain(span[1], None, "in time", GREEN)
+    for span in state.stopped:
+        inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
+        axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
+        axes.explain(*span, "does not start")
     if alike and before:
         axes.pinned(alike.run, before, alike.pool)
     with drawing.answer():
         axes.line(pools, lost, colour)
     axes.here(state.pool, "pool")
     hidden_note(drawing, box)
-    with drawing.answer():
-        if state.pool in pools:
-            here = state.points[state.pool].lost
+    if state.pool in pools:
+        here = state.points[state.pool].lost
+        drawing.number((MARGIN, box.y - 12), percent(here), words, colour)
+        with drawing.answer():
             axes.points([state.pool], [here], colour, radius=6)
-            axes.label(axes.at(state.pool, here), percent(here), colour, size=VALUE)
-        axes.tips(pools, lambda pool: _tip(state, pool))
-
-
-def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where the engine does not start, and where requests take too long."""
-    for span in state.late:
-        words = late_words(state, span)
-        axes.shade(*span, words)
-        axes.explain(*span, words.split(":")[0].replace("average", f"average below {state.saturation / 1024:,.0f}K"))
-        if fine := [pool for pool in state.run if pool >= (span[1] or math.inf) and not state.causes(pool)]:
-            if state.points[fine[0]].lost:
-                axes.explain(fine[0], None, "in time", GREEN)
-            elif state.pool < fine[0]:
-                axes.label(axes.at(math.sqrt(fine[0] * POOLS[-1]), 0), "none", GREEN)
-                axes.label(axes.at(fine[0], 0.4 * axes.y.high), "at peaks", ORANGE)
-    for span in state.stopped:
-        inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
-        axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
-        axes.explain(*span, "does not start")
+            axes.tips(pools, lambda pool: _tip(state, pool))
 
 
 def late_words(state: State, span: Span) -> str:
@@ -98,7 +85,7 @@ def late_words(state: State, span: Span) -> str:
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
     point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
-    full = f"full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
+    full = f"pool full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
         "queue": full if load <= most else f"too slow: any pool handles at most {most:.3g} of {load:g} requests/s",
         "thrash": f"thrashing: {percent(point.wasted)} of all tokens are computed twice",

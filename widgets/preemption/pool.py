@@ -16,10 +16,10 @@ from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
-from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, text_box
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MISSED, RESERVED, TINT
 
-NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 38
+NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 54
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
@@ -75,12 +75,12 @@ def _lives(state: State, point: Point) -> list[list[Held]]:
 
 
 def _clearest(lives: Sequence[Sequence[Held]]) -> Sequence[Held]:
-    """Choose the cycle through preemption whose shortest period is the longest part of it, or
-    another request's life if there is no cycle.
+    """Choose the cycle through preemption whose shortest period is the longest part of it, or a request's
+    first period if there is no cycle.
     """
     cycles = [life[at : at + 4] for life in lives for at in range(len(life) - 3)]
     cycles = [cycle for cycle in cycles if [held.span.kind for held in cycle] == CYCLE]
-    return max(cycles or [max(lives, key=len)[:4]], key=_clarity)
+    return max(cycles or [max(lives, key=len)[:1]], key=_clarity)
 
 
 def _clarity(cycle: Sequence[Held]) -> float:
@@ -130,6 +130,7 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
     drawing.line((box.x - 5, rim), (box.right + 5, rim), INK, width=3)
     loud = VERMILLION if beyond.height > 0 else QUIET
     words = [(rim, state.pool, "pool", INK), (asked, state.saturation, "needed", loud)]
+    drawing.text((box.x - 9, box.y - 9), "tokens", size=SMALL, colour=QUIET, anchor="end")
     free = box.y - 2.0
     for level, size, name, colour in sorted(words):
         top = min(max(level, free), box.bottom - 28)
@@ -142,25 +143,56 @@ def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
 
 
 def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held]) -> None:
-    """Draw what a request holds over time, period by period, each with its name in place."""
+    """Draw what a request holds over time, period by period."""
     swaps = state.serving.policy != "recompute"
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {AGAIN: ORANGE}
     box = Box(panel.x + 1, panel.y + ABOVE, panel.width - 1, panel.height - ABOVE)
     drawing.rect(panel, TINT)
-    across, most = Scale(life[0].span.start, life[-1].span.end), max(held.high for held in life)
+    across, most = _window(state, life), max(held.high for held in life)
     for held in life:
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
     draw_times(drawing, box, across)
-    top = box.bottom - box.height * life[0].high / most
-    for held in life:
-        _name_period(drawing, box, held, top, across, swaps)
-        if held.span.kind == AGAIN:
-            _draw_ways_back(drawing, box, held.span, life[0].high, top, across, state)
+    words = f"tokens that one {'request' if len(life) == 1 else 'victim'} holds"
+    drawing.text((panel.x, panel.y - 9), words, size=SMALL, colour=BLUE)
     if len(life) == 1:
         costs = state.serving.crossover
         words = f"a victim's token: recomputed in {micro(costs.recompute)}, swapped in {micro(costs.swap)}"
-        drawing.paragraph((box.x + 8, panel.y + 14), words, box.width - 16)
+        drawing.paragraph((box.x + 8, panel.y + 16), words, box.width - 16)
+        return
+    _, out, again, _ = life
+    top = box.bottom - box.height * life[0].high / most
+    left, right = pixels(box, across, out.span.start, out.span.end)
+    with drawing.layer(at=frames_from(out.span.start, across)):
+        drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
+        drawing.line((left, top - 6), (left, box.bottom), VERMILLION, width=2.5)
+        ink, ground = (ink_on(PURPLE), PURPLE) if swaps else (VERMILLION, TINT)
+        for row, line in enumerate(("copied out," if swaps else "preempted,", "waits")):
+            place = (left + right) / 2, (top + box.bottom) / 2 - 4 + 16 * row
+            if BOLD * text_width(line, SMALL) < right - left:
+                drawing.text(place, line, size=SMALL, colour=ink, anchor="middle", bold=True, halo=ground)
+    with drawing.layer(at=frames_from(again.span.start, across)):
+        _draw_ways_back(drawing, panel, right, box.width / (across.high - across.low), _ways_back(state, life))
+        drawing.line((right, panel.y + 8), (right, top), QUIET, dash="2 3")
+
+
+def _ways_back(state: State, life: Sequence[Held]) -> list[tuple[str, str, float]]:
+    """Return the name, the colour and the seconds of both ways to restore what a victim held, its own first."""
+    costs, (held, _, again, _) = state.serving.crossover, life
+    ways = [("recompute", ORANGE, costs.recompute * held.high), ("swap", PURPLE, costs.swap * held.high)]
+    (name, colour, _), other = ways if state.serving.policy == "recompute" else ways[::-1]
+    return [(name, colour, again.span.end - again.span.start), other]
+
+
+def _window(state: State, life: Sequence[Held]) -> Scale:
+    """Return the times to show: around the wait and the way back, if the request is a victim."""
+    start, end = life[0].span.start, life[-1].span.end
+    if len(life) == 1:
+        return Scale(start, end)
+    back = life[1].span.end
+    after = 1.4 * max(seconds for *_, seconds in _ways_back(state, life))
+    before = max(1.4 * (back - life[1].span.start), 1.5 * after)
+    return Scale(max(start, back - before), min(end, back + after))
 
 
 def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
@@ -181,72 +213,16 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
     drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
-def _name_period(drawing: Drawing, box: Box, held: Held, top: float, across: Scale, swaps: bool) -> None:
-    """Name what happens to the request in a period."""
-    span, low = held.span, box.bottom - 10
-    left, right = pixels(box, across, span.start, span.end)
-    ink, ground = (ink_on(PURPLE), PURPLE) if swaps else (VERMILLION, TINT)
-    with drawing.layer(at=frames_from(span.start, across)):
-        if span.kind == OUT:
-            drawing.polyline([(left, box.y - 19), (left, box.bottom)], VERMILLION, width=2.5)
-            drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
-            at_end = left - box.x > BOLD * text_width("preempted", SMALL) + 4
-            ends, anchor = ((box.x, left - 6), "end") if at_end else ((left + 6, box.right), "start")
-            _write(drawing, "preempted", ends, box.y - 8, VERMILLION, TINT, anchor)
-            _write(drawing, "copied out" if swaps else "lost", (left + 1, right), top + 18, ink, ground, "middle")
-            _write(drawing, "waits", (left + 1, right), low, ink, ground, "middle")
-        elif span.kind == RUNS and left > box.x:
-            _write(drawing, "goes on", (left + 8, right), low, ink_on(BLUE), BLUE)
-        elif span.kind == RUNS:
-            x, words = right - 6, f"{held.high:,} tokens"
-            drawing.line((x, top + 4), (x, low + 6), ink_on(BLUE), width=1.5)
-            for y in (top + 4, low + 6):
-                drawing.line((x - 3, y), (x + 3, y), ink_on(BLUE), width=1.5)
-            _write(drawing, words, (left, x - 7), (top + box.bottom) / 2 + 4, ink_on(BLUE), BLUE, "end")
-
-
-def _draw_ways_back(drawing: Drawing, box: Box, span: Span, lost: int, top: float, across: Scale, state: State) -> None:
-    """Write how long the request took to come back, and draw the other way to restore its tokens."""
-    costs = state.serving.crossover
-    ways = [("recomputed", ORANGE, costs.recompute * lost), ("swapped", PURPLE, costs.swap * lost)]
-    (words, colour, _), (other, light, cost) = ways if state.serving.policy == "recompute" else ways[::-1]
-    share = min(1.0, (across.high - span.start) / cost)
-    left, right = pixels(box, across, span.start, span.start + share * cost)
-    peak = right, box.bottom - (box.bottom - top) * share
-    with drawing.layer(at=frames_from(span.start, across)):
-        drawing.polyline([(left, box.bottom), peak, (right, box.bottom)], light, dash="4 2")
-        middle = sum(pixels(box, across, span.start, span.end)) / 2
-        _write_above(
-            drawing, f"{words}: {_about(span.end - span.start)}", middle, box.y - 25, box.right, colour, bold=True
-        )
-        _write_above(drawing, f"if {other}: {_about(cost)}", right, box.y - 8, box.right, light)
-
-
-def _about(value: float) -> str:
-    return seconds(float(f"{value:.2g}"))
-
-
-def _write_above(
-    drawing: Drawing, words: str, x: float, y: float, right: float, colour: str, bold: bool = False
+def _draw_ways_back(
+    drawing: Drawing, panel: Box, x: float, each: float, ways: Sequence[tuple[str, str, float]]
 ) -> None:
-    """Write the words around `x`, right of all other words in the line, if they fit."""
-    box = text_box((x, y), words, SMALL, "middle", bold)
-    left = min(box.x, right - box.width)
-    near = Box(left - 14, box.y, box.width + 28, box.height)
-    start = max([left, *(word.right + 14 for word in drawing.words if word.overlaps(near))])
-    if start <= right - box.width + 4:
-        drawing.text((start, y), words, size=SMALL, colour=colour, bold=bold, halo=TINT)
-
-
-def _write(drawing: Drawing, words: str, ends: Ends, y: float, colour: str, ground: str, anchor: str = "start") -> None:
-    """Write the words if they fit between both ends and touch no others, with a rim in the colour of
-    the ground.
-    """
-    left, right = ends
-    place = {"start": left, "middle": (left + right) / 2, "end": right}[anchor], y
-    box = text_box(place, words, SMALL, anchor, bold=True)
-    if box.width <= right - left + 1 and not any(box.overlaps(other) for other in drawing.words):
-        drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
+    """Draw how long both ways to restore a victim's tokens take, as bars that begin where its wait ends."""
+    for row, (name, colour, time) in enumerate(ways):
+        y, wide = panel.y + 10 + 20 * row, min(time * each, panel.right - x)
+        drawing.rect(Box(x, y, wide, 13), colour)
+        words = f"{name}: {seconds(float(f'{time:.2g}'))}"
+        end = max(x - 7, panel.x + 4 + BOLD * text_width(words, SMALL))
+        drawing.text((end, y + 11), words, size=SMALL, colour=colour, anchor="end", bold=True, halo=TINT)
 
 
 def _caption(point: Point, now: float, start: float) -> str:

@@ -91,7 +91,6 @@ def test_costs_are_launches_until_bytes_take_longer():
     assert cost.seconds(DECODES, 0) == 0.005
     assert cost.seconds(DECODES, 3) == pytest.approx(0.005 + launches)
     assert cost.loop_seconds(DECODES, 3) == pytest.approx(0.005 + 3 * launches)
-    assert cost.merged_seconds(DECODES, 3) == pytest.approx(3 * 0.005)
     many = cost.seconds(DECODES, 200) - 0.005
     assert many == pytest.approx((200 * cost.slot_bytes + 8 * cost.row_bytes) / (3.35e12 * 0.9))
     assert many > launches

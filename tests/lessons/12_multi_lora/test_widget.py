@@ -166,18 +166,12 @@ def test_adapters_at_once_are_those_of_the_formula_where_slots_suffice(adapters:
     assert state.here.distinct == pytest.approx(state.wanted, rel=0.25)  # the run begins and ends with nobody
 
 
-def test_three_ways_cost_what_the_counts_say():
+def test_adapters_cost_what_the_counts_say():
     state = here(slots=32)
-    cost, batch = state.serving.cost, state.batch
-    shape = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * batch)
-    base, launch = cost.base.seconds(shape), 2e-3 / 448
-    assert batch / state.rate("together", 1) == pytest.approx(base + 256 * launch)
-    assert batch / state.rate("loop", 5) == pytest.approx(base + 5 * 256 * launch)
-    many = 64 * slot_bytes(16) / (3.35e12 * 0.9)
-    assert batch / state.rate("together", 64) == pytest.approx(base + many, rel=0.05)
-    each = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * (batch // 10))
-    assert batch / state.rate("merged", 10) == pytest.approx(10 * cost.base.seconds(each), rel=0.01)
-    assert state.merged_bytes == pytest.approx(1000 * 16.06e9, rel=0.001)
+    cost, count = state.serving.cost, state.applied
+    base, launch = cost.base.seconds(StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * state.batch)), 2e-3 / 448
+    together = max(256 * launch, count * slot_bytes(16) / (3.35e12 * 0.9))
+    assert state.step_seconds == pytest.approx((base, base + together, base + count * 256 * launch), rel=0.05)
     assert {state.serving.copies_that_fit} == {4}
 
 
@@ -237,7 +231,7 @@ def test_the_command_is_a_server_with_adapters():
     assert "--enable-lora" in harness.served_with(line, max_loras=8, max_lora_rank=64, max_cpu_loras=1000)
     nothing_fits = next(iter(widget.sweep(model="Qwen3-14B", gpu="L4")))
     assert nothing_fits.refused
-    assert "0 fit" in widget.SPEC.pictures(nothing_fits, 640)
+    assert "0 of 1 fit" in widget.SPEC.pictures(nothing_fits, 640)
     assert "it refuses to start" in widget.command(next(iter(widget.sweep(max_rank=8, rank=16))))
 
 

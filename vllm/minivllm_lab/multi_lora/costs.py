@@ -154,16 +154,6 @@ class AdapterCost:
         """Return the time of the same step with separate launches for each adapter."""
         return self.base.seconds(shape) + self.lora_seconds(shape.num_tokens, distinct, distinct * self.launches)
 
-    def merged_seconds(self, shape: StepShape, distinct: int) -> float:
-        """Return the time that the same requests take on merged copies, one forward pass per
-        adapter.
-        """
-        count = max(distinct, 1)
-        part = StepShape(*(max(1, round(each / count)) for each in (
-            shape.num_reqs, shape.num_tokens, shape.num_keys, shape.num_pairs
-        )))  # fmt: skip
-        return count * self.base.seconds(part)
-
     def copies_that_fit(self, budget: float) -> int:
         """Return how many merged copies of the model fit into `budget` bytes."""
         return int(budget // weight_bytes(self.model))
