@@ -122,26 +122,20 @@ def _fitting(state: State) -> list[Place]:
 def _fits_tip(state: State, place: Place) -> str:
     if place.refused:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
-    gain = state.mine.gain(place.tp)
-    times = f", {gain:.2f} times those of half as many GPUs" if 0 < gain < math.inf else ""
     rate = f"{place.tokens_per_second:,.0f} tokens a second ({modelled(state.error)})"
-    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit{times}, at {rate}"
+    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {rate}"
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where too few requests fit, where heads cannot be split, and, in the colour of copies,
-    where more GPUs only add copies.
-    """
+    """Shade where too few requests fit, and where heads cannot be split."""
     for cause, group in groupby(TPS, key=lambda tp: state.cause(tp).replace("weights", "few")):
         counts = list(group)
-        if not cause:
+        if cause in ("", "copies"):
             continue
         low = None if counts[0] == TPS[0] else counts[0] / HALF
         high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
         nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
-        words = cause_words(state, nearest)
-        if cause != "copies":
-            axes.broken(low, high, words)
+        axes.broken(low, high, cause_words(state, nearest))
 
 
 def cause_words(state: State, tp: int) -> str:
@@ -152,15 +146,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": "copies",
-        "": "",
     }[state.cause(tp)]
-
-
-def held_words(state: State, tp: int) -> str:
-    """Compare the requests that fit with those of half as many GPUs."""
-    fit, before = (int(state.mine.at(count).fits) for count in (tp, max(tp // 2, 1)))
-    return f"{tp} GPUs hold {fit:,}, {tp // 2} hold {before:,}"
 
 
 # ---- the GPUs one by one
@@ -248,13 +234,10 @@ def _memory_words(state: State) -> tuple[str, str]:
 
 
 def _rank_tip(state: State, rank: int) -> str:
-    count = state.query_heads // state.tp
-    first = rank * count
-    queries = f"query heads {first} to {first + count - 1}" if count > 1 else f"query head {rank}"
     heads = state.ranks[rank]
     kept = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
     copies = f"; {state.here.copies} GPUs keep the same" if state.here.copies > 1 else ""
-    return f"GPU {rank}: {queries}, {kept}{copies}"
+    return f"GPU {rank}: {kept}{copies}"
 
 
 def rank_words(state: State) -> str:
@@ -301,7 +284,7 @@ def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
     words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
     drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
     if use.latent:
-        heads = f"latent used twice by {counted(use.query_heads, 'query head')}"
+        heads = f"latent used twice by {counted(use.query_heads, 'head')}"
     place, halo = (x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8), IDLE
     if place[0] + text_width(heads, SMALL) > track.right:
         halo, place = CARD, (track.x + text_width(use.name, SMALL) * BOLD + 10, track.y - 6)

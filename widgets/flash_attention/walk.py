@@ -130,7 +130,7 @@ def _draw_sums(axes: Axes, state: State) -> None:
         (left, bottom), (right, _) = axes.at(step.first, 0), axes.at(step.end, 0)
         with drawing.layer(at=f"{tile + 1} {last}"):
             if step.wrong:
-                drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN, tip=_wrong_tip(tile, step))
+                drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN)
             tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
             if all(map(math.isfinite, tops)):
                 _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile, last)
@@ -178,14 +178,6 @@ def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: S
         words = _short(value, room - 2 - 12 * wrong, sign) + "✕" * wrong
         colour = VERMILLION if wrong else colour
         drawing.text((middle, y + down), words, size=SMALL, colour=colour, anchor="middle", bold=wrong or last)
-
-
-def _wrong_tip(tile: int, step: Step) -> str:
-    got, right = step.got, step.right
-    return (
-        f"Tile {tile + 1}, yours: m {got.m:.3f}, l {got.l:.3f}, O {got.o[0]:+.3f}. "
-        f"Right: m {right.m:.3f}, l {right.l:.3f}, O {right.o[0]:+.3f}; the old sums × {step.right_factor:.3f}."
-    )
 
 
 def _short(value: float, room: float, sign: str = "") -> str:
