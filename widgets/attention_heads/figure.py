@@ -280,7 +280,7 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
 
 def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
     """Write a model's name above its track, and at `x` its operations, with the heads that make them."""
-    drawing.text((track.x, track.y - 6), use.name, size=SMALL, bold=True)
+    drawing.text((track.x, track.y - 6), use.name, size=SMALL, bold=True, colour=BLUE if "your" in use.name else INK)
     words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
     drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
     if use.latent:
