@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm_simulate.known_models import CONFIGS, known_model
 from minivllm_simulate.layouts import UTILIZATION
-from widgets.attention_heads.figure import cause_words, detail, figure, held_words, kib, rank_words
+from widgets.attention_heads.figure import cause_words, detail, figure, kib, rank_words
 from widgets.attention_heads.state import (
     CONTEXTS,
     GPUS,
@@ -50,7 +50,9 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"Too few GPUs: {cause_words(state, state.tp)}. {rank_words(state)}", "broken")
     if cause == "copies":
         kept = f"every {place.copies} GPUs keep the same keys and values"
-        return Verdict(f"Copies: {kept}. Of these requests, {held_words(state, state.tp)}.", "broken")
+        before = f"{state.tp // 2} hold {int(state.mine.at(state.tp // 2).fits):,}"
+        held = f"{state.tp} GPUs hold {int(place.fits):,}, {before}"
+        return Verdict(f"Copies: {kept}. Of these requests, {held}.", "broken")
     if cause:
         why = cause_words(state, state.tp)
         return Verdict(f"It does not start: {why}.", "broken")

@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
-from widgets.attention_heads.state import TPS, Place, State, published_models
-from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, tokens
+from minivllm_lab.drawing import Point, ink_on, text_width
+from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from widgets.attention_heads.state import TPS, Place, State, Use
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_box
-from widgets.shell.theme import BROKEN, IDLE, MID, MISSED
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box
+from widgets.shell.theme import BROKEN, CARD, IDLE, MID, MISSED
 
-HALF, STEP = math.sqrt(2), 1.3
+HALF, STEP = math.sqrt(2), 1.28
 GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it; its level takes a little less."""
-ABOVE, MEMORY, NUMBERS, PLOT = 34, 130, 15, 140
+ABOVE, MEMORY, NUMBERS, PLOT = 34, 110, 15, 160
 """Pixels of height: what does not fit, a GPU's memory, its number, and the plot."""
-MODEL_HEADS, MODEL_BYTES, MODEL_ROW = 155, 36, 20
-"""Pixels of a model's name and heads, of its bytes, and of its row."""
+TRACK, ROW = 24, 58
+"""Pixels of height of a model's operations, and of its row."""
 KIB = 1024
 
 
@@ -31,17 +32,17 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing = Drawing(width, 0, "What each GPU keeps", f"{state.model}, {state.mine.name}. {rank_words(state)}")
     y = _draw_gpus(drawing, _draw_head(drawing, state), state)
     copied = any(place.copies > 1 for place in state.mine.places)
-    y = draw_title(drawing, "Requests that fit", [Segment("without copies", 0, BLUE, dash="2 4")] * copied, y + 34)
-    plot = Box(46, y + 16, width - 46 - MARGIN, PLOT if width >= WIDE else 180)
+    y = draw_title(drawing, "Requests that fit", [Segment("without copies", 0, ORANGE, dash="4 3")] * copied, y + 34)
+    plot = Box(MARGIN, y + 16, width - 2 * MARGIN, PLOT)
     _draw_fits(Axes(drawing, plot, GPUS, _scale(state)), state, pinned)
     drawing.height = plot.bottom + 44
     return drawing.render()
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
-    """Draw published models."""
+    """Draw what published models and the reader's make of each byte."""
     drawing = Drawing(width, 0, "Published models", f"Beside {state.mine.name}")
-    drawing.height = _draw_models(drawing, Box(MARGIN, 24, width - 2 * MARGIN, 0), state) + 10
+    drawing.height = _draw_uses(drawing, Box(MARGIN, 24, width - 2 * MARGIN, 0), state) + MARGIN
     return drawing.render()
 
 
@@ -54,56 +55,64 @@ def kib(size: float) -> str:
 
 
 def _scale(state: State) -> Scale:
-    """Return a scale that ends well above all curves, which leaves room for words."""
-    fits = [state.wanted, *(place.fits for place in _fitting(state))]
-    low, high = math.floor(3 * math.log10(0.8 * min(fits))), math.ceil(3 * math.log10(5 * max(fits)))
-    return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
+    """Return a scale that holds all that fits, and what would fit without the first copies."""
+    first = next((place for place in _fitting(state) if place.copies > 1), state.here)
+    return Scale(0, 1.2 * max(state.wanted, first.fits * first.copies, *(place.fits for place in state.mine.places)))
 
 
 def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
-    axes.frame("GPUs that share the model (tensor parallel)", "", x_ticks=TPS, y_ticks=axes.y.powers())
-    with axes.drawing.answer():
+    drawing = axes.drawing
+    axes.frame("GPUs that share the model (tensor parallel)", "", x_ticks=TPS, y_ticks=())
+    with drawing.answer():
         _draw_broken(axes, state)
     if pinned:
         places = _fitting(pinned)
         axes.pinned([place.tp for place in places], [place.fits for place in places], pinned.tp)
+    axes.here(state.tp, "tensor_parallel_size")
+    hidden_note(drawing, axes.box)
+    with drawing.answer():
+        for place in _fitting(state):
+            _draw_place(axes, place)
     axes.mark_y(state.wanted, "")
     axes.label(axes.at(TPS[0] / HALF, state.wanted), f"{state.wanted} required", bold=False)
-    hidden_note(axes.drawing, axes.box)
-    with axes.drawing.answer():
-        for place in _fitting(state):
-            ends = [place.tp / STEP, place.tp * STEP]
-            axes.line(ends, [place.fits * place.copies] * 2, BLUE, width=2, dash="2 4")
-            axes.line(ends, [place.fits] * 2, BLUE, width=4)
-        _write_fits(axes, state)
-    axes.here(state.tp, "tensor_parallel_size")
-    with axes.drawing.answer():
+    drawing.circle(axes.at(state.tp, 0), 7, INK)
+    with drawing.answer():
+        for place in sorted(_fitting(state), key=lambda place: place.tp != state.tp):  # the handle's first
+            _write_fits(axes, place, VALUE if place.tp == state.tp else SMALL)
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
 
 
-def _write_fits(axes: Axes, state: State) -> None:
-    """Write the requests that fit at the handle, large, why they are more than on half as many GPUs, and those without
-    copies.
-    """
-    drawing, here, half = axes.drawing, state.here, state.mine.at(max(state.tp // 2, 1))
-    if here.fits < 1:
-        return
-    (x, y), words = axes.at(state.tp, here.fits), f"{int(here.fits):,}"
-    step = y - axes.at(1, max(here.fits, state.mine.at(min(2 * state.tp, TPS[-1])).fits))[1]
-    y -= 4 if drawing.width >= WIDE else 6 + step * (step < VALUE)  # there, the number reaches over the next level
-    right = x + BOLD * text_width(words, VALUE) + 10 < axes.box.right
-    beside, anchor = (7, "start") if right else (-7, "end")
-    drawing.text((x + beside, y), words, size=VALUE, colour=BLUE, anchor=anchor, bold=True)
-    more = int(here.fits) - int(half.fits)
-    if here.copies > 1 and more > 0 and half.fits and not state.wrong:
-        lines = balanced(f"+{more}: fewer weights per GPU", 240 if drawing.width >= WIDE else 80)
-        axes.label(axes.at(state.tp, state.wanted), "\n".join(lines), BLUE, bold=False)
-    for tp, fits, off, side in ((half.tp, half.fits, 0, "middle"), (state.tp, here.fits * here.copies, beside, anchor)):
-        (x, y), words = axes.at(tp, fits), f"{int(fits):,}"
-        place = x + off, max(y - 6, axes.box.y + SMALL)
-        box = text_box(place, words, SMALL, side, bold=True)
-        if fits not in (0, here.fits) and not any(box.overlaps(other) for other in drawing.words):
-            drawing.text(place, words, size=SMALL, colour=BLUE, anchor=side, bold=True)
+def _draw_place(axes: Axes, place: Place) -> None:
+    """Draw the requests that fit on this many GPUs and, as a ghost above them, those that would without copies."""
+    low, high, full = place.tp / STEP, place.tp * STEP, place.fits * place.copies
+    (left, top), (right, bottom) = axes.at(low, place.fits), axes.at(high, 0)
+    if place.copies > 1:
+        above = max(axes.at(low, full)[1], axes.box.y)
+        ghost = Box(left, above, right - left, top - above)
+        axes.drawing.rect(ghost, CARD)
+        axes.drawing.hatch(ghost, MISSED)
+        axes.line([low, low, high, high], [place.fits, full, full, place.fits], ORANGE, width=1.5, dash="4 3")
+    axes.drawing.rect(Box(left, top, right - left, bottom - top), BLUE)
+    axes.line([low, low, high, high], [0, place.fits, place.fits, 0], BLUE, width=1)
+
+
+def _write_fits(axes: Axes, place: Place, size: float) -> None:
+    """Write how many requests fit and, if the plot shows them, how many would without copies, where there is room."""
+    full = place.fits * place.copies
+    (x, y), above = axes.at(place.tp, place.fits), max(axes.at(place.tp, full)[1] - 5, axes.box.y + 15)
+    numbers = [(y - 6, f"{int(place.fits):,}", size, BLUE)]
+    if place.copies > 1:
+        numbers.append((above, f"{int(full):,}" if full <= axes.y.high else "↑", SMALL, ORANGE))
+    for y, words, size, colour in numbers:
+        _write_where_free(axes.drawing, (x, y), words, size, colour, "middle")
+
+
+def _write_where_free(
+    drawing: Drawing, place: Point, words: str, size: float, colour: str, anchor: str, halo: str = CARD
+) -> None:
+    box = text_box(place, words, size, anchor, bold=True)
+    if not any(box.overlaps(other) for other in drawing.words):
+        drawing.text(place, words, size=size, colour=colour, anchor=anchor, bold=True, halo=halo)
 
 
 def _fitting(state: State) -> list[Place]:
@@ -113,28 +122,20 @@ def _fitting(state: State) -> list[Place]:
 def _fits_tip(state: State, place: Place) -> str:
     if place.refused:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
-    gain = state.mine.gain(place.tp)
-    times = f", {gain:.2f} times those of half as many GPUs" if 0 < gain < math.inf else ""
     rate = f"{place.tokens_per_second:,.0f} tokens a second ({modelled(state.error)})"
-    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit{times}, at {rate}"
+    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {rate}"
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
-    """Shade where too few requests fit, where heads cannot be split, and, in the colour of copies,
-    where more GPUs only add copies.
-    """
+    """Shade where too few requests fit, and where heads cannot be split."""
     for cause, group in groupby(TPS, key=lambda tp: state.cause(tp).replace("weights", "few")):
         counts = list(group)
-        if not cause:
+        if cause in ("", "copies"):
             continue
         low = None if counts[0] == TPS[0] else counts[0] / HALF
         high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
         nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
-        words = cause_words(state, nearest)
-        if cause == "copies":
-            axes.tint(low, high, words, ORANGE)
-        else:
-            axes.broken(low, high, words)
+        axes.broken(low, high, cause_words(state, nearest))
 
 
 def cause_words(state: State, tp: int) -> str:
@@ -145,15 +146,7 @@ def cause_words(state: State, tp: int) -> str:
         "heads": f"{state.query_heads} query heads cannot be split over {tp}",
         "weights": f"not even the weights fit on {tp} GPU{'s' * (tp > 1)}",
         "few": f"{int(place.fits)} of {state.wanted} requests fit on {tp}",
-        "copies": "copies",
-        "": "",
     }[state.cause(tp)]
-
-
-def held_words(state: State, tp: int) -> str:
-    """Compare the requests that fit with those of half as many GPUs."""
-    fit, before = (int(state.mine.at(count).fits) for count in (tp, max(tp // 2, 1)))
-    return f"{tp} GPUs hold {fit:,}, {tp // 2} hold {before:,}"
 
 
 # ---- the GPUs one by one
@@ -169,7 +162,6 @@ def _draw_head(drawing: Drawing, state: State) -> float:
         Segment("latent" if state.latent else "KV heads", 0, BLUE),
         Segment("copies", 0, ORANGE),
         Segment("weights and the rest", 0, MID),
-        Segment("free", 0, IDLE, outlined=True),
     ]
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
@@ -242,13 +234,10 @@ def _memory_words(state: State) -> tuple[str, str]:
 
 
 def _rank_tip(state: State, rank: int) -> str:
-    count = state.query_heads // state.tp
-    first = rank * count
-    queries = f"query heads {first} to {first + count - 1}" if count > 1 else f"query head {rank}"
     heads = state.ranks[rank]
     kept = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
     copies = f"; {state.here.copies} GPUs keep the same" if state.here.copies > 1 else ""
-    return f"GPU {rank}: {queries}, {kept}{copies}"
+    return f"GPU {rank}: {kept}{copies}"
 
 
 def rank_words(state: State) -> str:
@@ -264,43 +253,39 @@ def rank_words(state: State) -> str:
     return f"{subject} keeps {held}{alike}: {kib(place.kv_bytes)} KiB a token."
 
 
-# ---- real models
+# ---- what is made of each byte
 
 
-def _draw_models(drawing: Drawing, box: Box, state: State) -> float:
-    """Draw operations per byte and bytes per token of the reader's variant and of published models;
-    return the y below.
-    """
-    ridge, copies = state.hardware.ridge(), state.here.copies
-    y = drawing.heading((box.x, box.y), "Operations for each byte read") + 22
-    drawing.text((box.x, y), "query : KV heads", size=SMALL, colour=QUIET)
-    drawing.text((box.right, y), "KiB a token", size=SMALL, colour=QUIET, anchor="end")
-    real, left = published_models(), box.x + MODEL_HEADS + 8
-    bars = Box(left, y + 9, box.right - MODEL_BYTES - left, MODEL_ROW * (2 + len(real)))
-    most = 2 * max(ridge, *(operations for *_, operations in real))
-    axes = Axes(drawing, bars, Scale(0.8, most, log=True), Scale(0, 1))
-    axes.frame("", "", x_ticks=(1, 10, 100), y_ticks=())
-    axes.mark_x(ridge, GREEN)
-    x, words = axes.at(ridge, 0)[0], f"{state.hardware.name} could do {ridge:.0f}"
-    end = min(x + text_width(words, SMALL) / 2, box.right - text_width("KiB a token", SMALL) - 10)
-    drawing.text((end, y), words, size=SMALL, colour=GREEN, anchor="end")
-    drawing.text((x - 6, bars.bottom - 5), "← waits for memory", size=SMALL, colour=GREEN, anchor="end")
-    heads = f"{state.query_heads} : {1 if state.latent else state.kv_heads}"
-    mine = ("yours", heads, state.here.kv_bytes * state.tp, state.here.intensity)
-    for row, (name, heads, size, operations) in enumerate([mine] * (mine[2] > 0) + [*real]):
-        own, middle = name == "yours", bars.y + (row + 0.5) * MODEL_ROW
-        at = axes.at(max(operations, 0.9), 0)[0]
-        named = f"yours, {copies} copies" if own and copies > 1 else name.removesuffix("-hf")
-        drawing.text((box.x, middle + 4), named, size=SMALL, bold=own)
-        drawing.text((box.x + MODEL_HEADS, middle + 4), heads, size=SMALL, bold=own, anchor="end")
-        drawing.line((bars.x, middle), (bars.right, middle))
-        drawing.circle((at, middle), 5, BLUE if own else MID)
-        words = f"{operations:.3g}"
-        before = at + 14 + text_width(words, SMALL) > (x if at < x else bars.right)
-        divided = f" = {operations * copies:.3g} ÷ {copies}"
-        if own and copies > 1 and at + 14 + BOLD * text_width(words + divided, SMALL) < x:
-            words += divided
-        place, anchor = ((at - 9, middle + 4), "end") if before else ((at + 9, middle + 4), "start")
-        drawing.text(place, words, size=SMALL, bold=own, anchor=anchor, halo=True)
-        drawing.text((box.right, middle + 4), kib(size), size=SMALL, bold=own, anchor="end")
-    return bars.bottom + 17
+def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
+    """Draw the operations for each byte read, beside what the GPU could do; return the y below."""
+    ridge, uses = state.hardware.ridge(), state.uses
+    y = drawing.heading((box.x, box.y), "Operations for each byte read", "one by each query head that shares it") + 24
+    across = Scale(0, max(ridge, *(1.15 * use.operations for use in uses)))  # room for a number beside the longest
+    limit = box.x + across.share(ridge) * box.width
+    words = f"{state.hardware.name} could do {ridge:.0f}"
+    drawing.text((limit, y), words, size=SMALL, colour=GREEN, anchor="end", bold=True)
+    tracks = [Box(box.x, y + row * ROW - TRACK, box.width, TRACK) for row in range(1, len(uses) + 1)]
+    for track, use in zip(tracks, uses, strict=True):
+        drawing.rect(replace(track, width=limit - box.x), IDLE)
+        as_key = use.query_heads if use.latent else use.operations
+        parts = [("as key", as_key), ("as value", use.operations - as_key)]
+        colour = BLUE if "your" in use.name else MID
+        stacked_bar(drawing, track, [Segment(f"{part:.3g} {name}", part, colour) for name, part in parts], across.high)
+    drawing.line((limit, y + 6), (limit, tracks[-1].bottom + 4), colour=GREEN, width=2)
+    for track, use in zip(tracks, uses, strict=True):
+        _write_use(drawing, track, use, box.x + across.share(use.operations) * box.width + 6)
+    _write_where_free(drawing, (limit - 8, tracks[0].bottom - 8), "waits for memory", SMALL, GREEN, "end", IDLE)
+    return tracks[-1].bottom
+
+
+def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
+    """Write a model's name above its track, and at `x` its operations, with the heads that make them."""
+    drawing.text((track.x, track.y - 6), use.name, size=SMALL, bold=True, colour=BLUE if "your" in use.name else INK)
+    words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
+    drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
+    if use.latent:
+        heads = f"latent used twice by {counted(use.query_heads, 'head')}"
+    place, halo = (x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8), IDLE
+    if place[0] + text_width(heads, SMALL) > track.right:
+        halo, place = CARD, (track.x + text_width(use.name, SMALL) * BOLD + 10, track.y - 6)
+    drawing.text(place, heads, size=SMALL, colour=QUIET, halo=halo)

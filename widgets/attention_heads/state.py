@@ -27,8 +27,8 @@ from minivllm_simulate.levers import DECODE_ERROR
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
 """Models whose query heads can be split by any power of two."""
-REAL = ("Llama-2-7b-hf", "Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-7B", "Llama-3.1-70B", "DeepSeek-V2-Lite", "DeepSeek-V3")
-"""Published models, for comparison."""
+MHA, MLA = "Llama-2-7b-hf", "DeepSeek-V3"
+"""Published models, for comparison: one with a KV head for each query head, and one with a latent."""
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
 TPS = (1, 2, 4, 8, 16, 32, 64)
 KV_HEADS = (1, 2, 4, 8, 16, 32, 64)
@@ -89,6 +89,17 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Use:
+    """What the attention of one GPU makes of each byte of the cache that it reads."""
+
+    name: str
+    query_heads: int
+    kv_heads: int
+    latent: bool
+    operations: float
+
+
+@dataclass(frozen=True)
 class State:
     """The reader's kind of attention, and the published model's for comparison."""
 
@@ -119,6 +130,19 @@ class State:
     @property
     def here(self) -> Place:
         return self.mine.at(self.tp)
+
+    @property
+    def uses(self) -> list[Use]:
+        """Return what published models, the reader's among them, and the reader's own make of a byte."""
+        heads, kept = self.query_heads // self.tp, max(map(len, self.ranks))
+        own = Use(
+            f"1 of your {self.tp} GPUs" if self.tp > 1 else "your GPU",
+            heads,
+            kept,
+            bool(self.latent),
+            self.here.intensity,
+        )
+        return [published(MHA), published(self.model), *[own] * self.here.divisible, published(MLA)]
 
     @property
     def budget(self) -> float:
@@ -197,17 +221,13 @@ def sweep(
     )
 
 
-@lru_cache(maxsize=1)
-def published_models() -> tuple[tuple[str, str, int, float], ...]:
-    """Return (name, "query heads : KV heads", bytes per token, operations per byte) of each on one GPU; a latent counts
-    as one KV head.
-    """
-    models = ((name, known_model(name)) for name in REAL)
-    shares = ((name, model, ModelShare(model, get_hardware("H100"), 1)) for name, model in models)
-    return tuple(
-        (name, f"{model.num_attention_heads} : {share.holders}", share.bytes_per_token, decode_intensity(model))
-        for name, model, share in shares
-    )
+@lru_cache(maxsize=16)
+def published(name: str) -> Use:
+    """Return what a published model makes of each byte on one GPU; a latent counts as one KV head."""
+    model = known_model(name)
+    latent = model.kv_lora_rank is not None
+    holders = 1 if latent else model.num_key_value_heads
+    return Use(name.removesuffix("-hf"), model.num_attention_heads, holders, latent, decode_intensity(model))
 
 
 @lru_cache(maxsize=1024)

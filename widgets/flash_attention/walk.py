@@ -63,13 +63,13 @@ def draw_row(drawing: Drawing, state: State) -> None:
     axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
     _draw_maximum(axes, state)
-    words = "Where m rises, the old sum (dark) shrinks; then the tile adds its own."
+    words = "Each key adds e^(score − m). When m rises, the old sum (dashed) shrinks (dark)."
     y = drawing.paragraph((box.x, box.bottom + 24), words, box.width)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
-    sums = Box(box.x, y + 16, box.width, 70)
-    _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.2 * most)), state)
+    sums = Box(box.x, y + 16, box.width, 90)
+    _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.25 * most)), state)
     with drawing.layer(at=f"{len(state.steps)} {len(state.steps)}"):
-        drawing.height = _draw_result(drawing, (EDGE, sums.bottom + 50), state) + 16
+        drawing.height = _draw_result(drawing, (box.right, sums.bottom + 67), state) + 16
 
 
 def _draw_name(axes: Axes, y: float, name: str, colour: str) -> None:
@@ -122,6 +122,7 @@ def _draw_sums(axes: Axes, state: State) -> None:
     """Draw the sum after each tile: the old part, which may have shrunk, and the tile's own."""
     drawing, box = axes.drawing, axes.box
     _draw_name(axes, box.bottom + 17, "sum", BLUE)
+    _draw_name(axes, box.bottom + 37, "output", INK)
     drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
     before, last = 0.0, len(state.steps)
     steepest = min(range(1, last), key=lambda tile: state.steps[tile].right_factor)
@@ -129,18 +130,18 @@ def _draw_sums(axes: Axes, state: State) -> None:
         (left, bottom), (right, _) = axes.at(step.first, 0), axes.at(step.end, 0)
         with drawing.layer(at=f"{tile + 1} {last}"):
             if step.wrong:
-                drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN, tip=_wrong_tip(tile, step))
+                drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN)
             tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
             if all(map(math.isfinite, tops)):
                 _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile, last)
             if tile == steepest and step.factor < 0.995 and not step.wrong:
-                words = f"old sum ×{step.factor:.2f} = e^({state.steps[tile - 1].got.m:.2f} − {step.got.m:.2f})"
+                words = f"old sum × {step.factor:.2f}"
                 room = text_width(words, SMALL) * BOLD / 2
                 middle = min(max((left + right) / 2, box.x + room), box.right - room)
-                drawing.text((middle, box.y + 6), words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
+                drawing.text((middle, tops[0] - 6), words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
             every = math.ceil(26 / (right - left))  # numbers for as many columns as have room, and the last
             if (len(state.steps) - 1 - tile) % every == 0:
-                _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step)
+                _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step, tile + 1 == last)
         before = step.got.l
 
 
@@ -159,33 +160,30 @@ def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile
 
 
 def _draw_result(drawing: Drawing, place: Point, state: State) -> float:
-    """Compare the result with attention over the whole row at once; return the y of the last baseline."""
+    """Compare the last output with attention over the whole row at once; return the y of its baseline."""
     last = state.steps[-1]
-    got, colour = _short(last.got.output[0], 60, "+"), VERMILLION if last.wrong else GREEN
-    words = f"same output, {got}, tile by tile and at once" + " ✓" * state.own
-    if last.wrong:
-        words = f"output {got} ✕, but at once {last.right.output[0]:+.3f}"
-    return drawing.paragraph(place, words, drawing.width - 2 * EDGE, colour=colour, size=LARGE)
+    colour, sign = (VERMILLION, " ✕") if last.wrong else (GREEN, " ✓" * state.own)
+    words = f"the whole row at once: {_short(last.right.output[0], 60, '+')}{sign}"
+    drawing.text(place, words, size=LARGE, colour=colour, anchor="end")
+    return place[1]
 
 
-def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step) -> None:
-    wrong = "l" in step.wrong
-    words = _short(step.got.l, room - 2 - 12 * wrong) + "✕" * wrong
-    drawing.text((middle, y), words, size=SMALL, colour=VERMILLION if wrong else BLUE, anchor="middle", bold=wrong)
-
-
-def _wrong_tip(tile: int, step: Step) -> str:
-    got, right = step.got, step.right
-    return (
-        f"Tile {tile + 1}, yours: m {got.m:.3f}, l {got.l:.3f}, O {got.o[0]:+.3f}. "
-        f"Right: m {right.m:.3f}, l {right.l:.3f}, O {right.o[0]:+.3f}; the old sums × {step.right_factor:.3f}."
-    )
+def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step, last: bool) -> None:
+    """Write the sum and the output after a tile, and what is wrong with them."""
+    for value, name, down, colour, sign in (
+        (step.got.l, "l", 0, BLUE, ""),
+        (step.got.output[0], "O", 20, GREEN if last else INK, "+"),
+    ):
+        wrong = name in step.wrong
+        words = _short(value, room - 2 - 12 * wrong, sign) + "✕" * wrong
+        colour = VERMILLION if wrong else colour
+        drawing.text((middle, y + down), words, size=SMALL, colour=colour, anchor="middle", bold=wrong or last)
 
 
 def _short(value: float, room: float, sign: str = "") -> str:
-    """Format a value with up to 3 decimals, as many as fit into `room` pixels."""
+    """Format a value with up to 2 decimals, as many as fit into `room` pixels."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    decimals = (f"{value:{sign}.{digits}f}" for digits in (3, 2, 1))
+    decimals = (f"{value:{sign}.{digits}f}" for digits in (2, 1))
     whole = f"{value:{sign}.0f}" if abs(value) < 1e4 else f"{value:.0e}"
-    return next((words for words in decimals if text_width(words, SMALL) <= room), whole)
+    return next((words for words in decimals if text_width(words, SMALL) <= room), whole).replace("-", "−")

@@ -20,7 +20,7 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 from widgets import attention_heads as widget
-from widgets.attention_heads.state import MODELS, TPS, published_models
+from widgets.attention_heads.state import MODELS, TPS
 
 here = widget.sweep
 
@@ -128,7 +128,7 @@ def test_what_is_shaded_is_where_something_is_wrong():
     def regions(**knobs) -> list[str]:
         return harness.shaded(widget, here(**knobs))
 
-    assert regions() == ["14 of 32 requests fit on 4", "copies"]
+    assert regions() == ["14 of 32 requests fit on 4"]
     assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
     assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
     assert regions(model="Llama-3.1-8B", kv_heads=32) == [
@@ -192,11 +192,15 @@ def test_the_command_is_what_vllm_takes():
     assert "refuses to start" in widget.command(here(tensor_parallel_size=1))
 
 
-def test_real_models_stand_beside_as_they_were_published():
-    result = {name: (size / 1024, operations) for name, _, size, operations in published_models()}
-    assert result["Llama-2-7b-hf"] == (512, 1)
-    assert result["Llama-3.1-8B"] == (128, 4)
-    assert result["DeepSeek-V3"] == (68.625, pytest.approx(242, abs=0.5))
+def test_a_byte_serves_the_query_heads_that_share_it_and_twice_as_many_in_a_latent():
+    """DeepSeek-V3 has 512 numbers of latent, key and value, and 64 that are only keys."""
+    uses = {use.name: (use.query_heads, use.kv_heads, use.operations) for use in here().uses}
+    assert uses == {
+        "Llama-2-7b": (32, 32, 1),
+        "Llama-3.1-70B": (64, 8, 8),
+        "1 of your 16 GPUs": (4, 1, 4),
+        "DeepSeek-V3": (128, 1, pytest.approx(128 + 128 * 512 / 576)),
+    }
     assert here(kv_heads=4).published == here(latent=128).published == here().mine
 
 
