@@ -14,8 +14,8 @@ from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import ROW, VALUE, WIDE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent
-from widgets.shell.svg import SMALL, Box, Drawing, text_box
+from widgets.shell.plot import ROW, VALUE, WIDE, Axes, Scale, balanced, counted, hidden_note, percent
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, text_box
 from widgets.shell.theme import TINT
 
 MARGIN, CLIMB, SWEPT = 14, 198, 56
@@ -69,7 +69,8 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
         y = drawing.paragraph((MARGIN, 37), note, width - 2 * MARGIN)
     names = [f": {state.on[0].title} {place}" if state.on else "" for place in ("first", "last")]
     keys = zip(ORDERS, names, STAIRS, strict=True)
-    y = draw_keys(drawing, y + 19, [(order + name, line, "", 4) for order, name, line in keys])
+    entries = [Segment(order + name, 0, line, dash="none") for order, name, line in keys]
+    y = legend(drawing, (MARGIN, y + 19), entries, width - 2 * MARGIN) - 19
     y = _draw_climbs(drawing, y + 68, state)
     swept = Box(MARGIN + 34, y + 32, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)

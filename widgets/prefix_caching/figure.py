@@ -78,15 +78,13 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     here = boxes[state.users, state.pool]
     free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
     hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * row))
-    for draw in (_draw_cell, _draw_rate):
-        for place, box in seen.items():
-            draw(drawing, state, place, box)
-        with drawing.answer():
-            for place, box in hidden.items():
-                draw(drawing, state, place, box)
-        if draw is _draw_cell:
-            middle = here.x + here.width / 2
-            drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
+    for place, box in seen.items():
+        _draw_cell(drawing, state, place, box)
+    with drawing.answer():
+        for place, box in hidden.items():
+            _draw_cell(drawing, state, place, box)
+    middle = here.x + here.width / 2
+    drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
     if pinned:
         with drawing.layer(group="pinned"):
             for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
@@ -127,19 +125,15 @@ def _fill(state: State, cell: Reuse) -> str:
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
+    """Draw a cell, with its hit rate in percent if it is in the reader's row, and a cross if hits are wrong."""
     cell = state.cells[place]
     drawing.rect(box, _fill(state, cell), stroke=CARD, tip=_of_cell(state, *place, cell))
     if state.missed(cell):
         drawing.hatch(box, MISSED, gap=12)
-
-
-def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate in percent, if it is in the reader's row, and a cross if hits are wrong."""
-    cell = state.cells[place]
     words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %") * (place[0] == state.users)
-    x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(cell)]
     if words:
-        drawing.text((x, y), words, size=SMALL, colour=colour, anchor="middle", bold=True, halo=_fill(state, cell))
+        at, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(cell)]
+        drawing.text(at, words, size=SMALL, colour=colour, anchor="middle", bold=True, halo=_fill(state, cell))
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
