@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
@@ -17,7 +16,7 @@ COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
-SEATS, QUEUE, PLOT, HEIGHT = 82, 28, 84, 470
+SEATS, QUEUE, PLOT, HEIGHT = 82, 26, 84, 470
 """The heights of a policy's seats, of its queue, of the plot on a narrow page, and of all on a wide one."""
 
 
@@ -74,12 +73,12 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
         drawing.text((box.x, box.y - 8), "one batch waits for its longest answer", size=SMALL)
     elif curve.name == "continuous":
         drawing.text((box.x, box.y - 8), "a free seat takes the next request", size=SMALL)
+    base = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     if curve.name == "static" and curve.ceiling:
         words = f"full batches use {share(curve.ceiling)} of seats"
-        place = box.right, box.y - 8 if wide else box.bottom + QUEUE + 17
+        place = box.right, box.y - 8 if wide else base + 14
         with drawing.answer():
             drawing.text(place, words, size=SMALL, colour=PURPLE, bold=True, anchor="end")
-    base = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
         drawing.rect(Box(x, box.y, right - x, base - box.y), CARD, at=f"{frame} {frame}")
@@ -138,7 +137,7 @@ def _caption(state: State, now: float) -> str:
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(math.log10(tick / state.limit)) > 0.4]
+    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(axes.at(0, tick)[1] - axes.at(0, state.limit)[1]) > 14]
     here = axes.at(state.load, 1)[0]
     x = {"x_ticks": [tick for tick in TICKS if abs(axes.at(tick, 1)[0] - here) > 32], "x_format": "{:g}".format}
     axes.drawing.text((here, axes.box.bottom + 18), f"{state.load:g}", size=SMALL, anchor="middle", bold=True)

@@ -164,9 +164,9 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
 def _draw_times(axes: Axes, state: State, fit: float) -> None:
     """Bracket the requests that fit by own length and as reserved, with their ratio, where there is room."""
     (x, low), (_, high) = (axes.at(state.max_model_len, count) for count in (state.slots, fit))
-    if low - high > 16:
+    if low - high > 16 and x + 90 < axes.box.right:
         axes.drawing.polyline([(x + 9, high), (x + 13, high), (x + 13, low), (x + 9, low)], INK, width=1.5)
-        axes.drawing.text((x + 18, (low + high) / 2 + 4), f"× {round(fit) / state.slots:.1f}", size=SMALL, bold=True)
+        axes.drawing.text((x + 18, (low + high) / 2 + 4), f"× {round(fit) / state.slots:,.1f}", size=SMALL, bold=True)
 
 
 def _draw_point(axes: Axes, x: float, y: float, words: str, colour: str) -> None:
