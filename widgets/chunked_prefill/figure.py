@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span
@@ -14,8 +12,7 @@ from widgets.chunked_prefill.runs import CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps, two_digits
 from widgets.shell.plot import MARGIN, Axes, Scale, figures, percent, seconds, tokens
-from widgets.shell.svg import BOLD, SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, CARD
+from widgets.shell.svg import SMALL, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -69,28 +66,27 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.mark_y(state.gap, f"limit {seconds(state.gap)}", BLUE)
     axes.mark_y(state.ttft, f"limit {seconds(state.ttft)}", ORANGE)
     firsts, waits = ([time(budget) for budget in state.run] for time in (state.first, state.waited))
-    below = (15, -5) if waits[-1:] > firsts[-1:] else (-5, 15)
-    _draw_curve(axes, state, firsts, "first token", ORANGE, below[0])
+    _draw_curve(axes, state, firsts, "first token", ORANGE)
     with axes.drawing.answer():
-        _draw_curve(axes, state, waits, "gap", BLUE, below[1])
+        _draw_curve(axes, state, waits, "gap", BLUE)
         if state.judged == "gaps" and state.run:
             hidden = [state.points[budget].longest_gap(CLIENTS) for budget in state.run]
             axes.line(state.run, hidden, BLUE, width=1.8, dash="2 4")
             axes.label(axes.at(state.run[-1], hidden[-1]), "longest gap", BLUE, bold=False)
-        if state.budget in state.points:
-            axes.points([state.budget], [state.waited(state.budget)], BLUE)
     axes.here(state.budget, "budget")
     with axes.drawing.answer():
         axes.tips(state.run, lambda budget: budget_words(state, budget))
 
 
-def _draw_curve(axes: Axes, state: State, ys: Sequence[float], words: str, colour: str, down: float) -> None:
-    """Draw a curve over the budgets, with its name above or below its right end."""
+def _draw_curve(axes: Axes, state: State, ys: Sequence[float], words: str, colour: str) -> None:
+    """Draw a curve over the budgets, with its name where both limits are met, and a dot at the handle."""
     axes.line(state.run, ys, colour)
-    for budget in state.run[-1:]:
-        (x, y), halo = axes.at(budget, ys[-1]), BROKEN if state.causes(budget) else CARD
-        place = max(x - 4, axes.box.x + BOLD * text_width(words, SMALL)), max(y + down, axes.box.y + 14)
-        axes.drawing.text(place, words, size=SMALL, colour=colour, anchor="end", bold=True, halo=halo)
+    curve = dict(zip(state.run, ys, strict=True))
+    named = [budget for budget in state.run if not state.causes(budget)] or state.run
+    for budget in named[len(named) // 2 :][:1]:
+        axes.name([budget], [curve[budget]], words, colour)
+    if state.budget in curve:
+        axes.points([state.budget], [curve[state.budget]], colour)
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -106,10 +102,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
         words = late_words(state, span)
         axes.shade(*span, words)
         left, right = (axes.at(edge or end, 1)[0] for edge, end in zip(span, (axes.x.low, axes.x.high), strict=True))
-        words = re.split("[:,]", words)[0]
-        wide = BOLD * text_width(words, SMALL)
-        x = min(max((left + right - wide) / 2, MARGIN), axes.box.right - wide)
-        axes.drawing.text((x, axes.box.y - 7), words, size=SMALL, colour=VERMILLION, bold=True)
+        words = "queue grows" if state.queue_at(span[1]) else "late"
+        place = (left + right) / 2, axes.box.y - 7
+        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, bold=True, anchor="middle")
         axes.drawing.line((left, axes.box.y), (right, axes.box.y), VERMILLION, width=4)
         if state.queue_at(span[1]):
             axes.without_end(span[1] or 0, state.ttft)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
@@ -17,7 +16,7 @@ COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
-SEATS, QUEUE, PLOT, HEIGHT = 82, 16, 84, 470
+SEATS, QUEUE, PLOT, HEIGHT = 82, 26, 84, 470
 """The heights of a policy's seats, of its queue, of the plot on a narrow page, and of all on a wide one."""
 
 
@@ -74,16 +73,16 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
         drawing.text((box.x, box.y - 8), "one batch waits for its longest answer", size=SMALL)
     elif curve.name == "continuous":
         drawing.text((box.x, box.y - 8), "a free seat takes the next request", size=SMALL)
+    base = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     if curve.name == "static" and curve.ceiling:
         words = f"full batches use {share(curve.ceiling)} of seats"
-        place = box.right, box.y - 8 if wide else box.bottom + QUEUE + 17
+        place = box.right, box.y - 8 if wide else base + 14
         with drawing.answer():
             drawing.text(place, words, size=SMALL, colour=PURPLE, bold=True, anchor="end")
-    below = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
-        drawing.rect(Box(x, box.y, right - x, box.height + QUEUE + 3), CARD, at=f"{frame} {frame}")
-    return below
+        drawing.rect(Box(x, box.y, right - x, base - box.y), CARD, at=f"{frame} {frame}")
+    return base + (25 if wide else 40)
 
 
 def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> None:
@@ -105,7 +104,7 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
 
 
 def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
-    """Draw how many requests wait, and return the y below."""
+    """Draw how many requests wait, and return the y of its base."""
     moments = curve.stretch.moments
     most = max([8, *(moment.waiting for other in state.curves for moment in other.stretch.moments)])
     peak = max((moment.waiting for moment in moments), default=0)
@@ -119,7 +118,7 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
     drawing.text((MARGIN, base + 14 * (drawing.width < WIDE)), f"{peak or 'none'} wait here", size=SMALL)
     if curve is state.curves[-1]:
         drawing.text((box.right, base + 14), f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
-    return box.bottom + (25 if drawing.width >= WIDE else 40)
+    return base
 
 
 def _stay_tip(stay: Stay) -> str:
@@ -138,8 +137,10 @@ def _caption(state: State, now: float) -> str:
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
-    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(math.log10(tick / state.limit)) > 0.4]
-    x = {"x_ticks": TICKS, "x_format": "{:g}".format}
+    ticks = [tick for tick in (0.01, 0.1, 1, 10) if abs(axes.at(0, tick)[1] - axes.at(0, state.limit)[1]) > 14]
+    here = axes.at(state.load, 1)[0]
+    x = {"x_ticks": [tick for tick in TICKS if abs(axes.at(tick, 1)[0] - here) > 32], "x_format": "{:g}".format}
+    axes.drawing.text((here, axes.box.bottom + 18), f"{state.load:g}", size=SMALL, anchor="middle", bold=True)
     axes.frame("load (1: all that full seats could serve)", "", **x, y_ticks=ticks, y_format=seconds)
     with axes.drawing.answer():
         _draw_walls(axes, state.curves)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from minivllm.config.units import GIB
 from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.kv_cache.state import CONTEXTS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
@@ -61,7 +61,7 @@ def _draw_memory(drawing: Drawing, state: State) -> Box:
 
 
 def _part(name: str, size: int, colour: str, tip: str = "") -> Segment:
-    return Segment(f"{name} {size / GIB:,.1f}", size, colour, tip=f"{name}, {size / GIB:,.2f} GiB{tip}")
+    return Segment(f"{name} {size / GIB:,.1f} GiB", size, colour, tip=f"{name}, {size / GIB:,.2f} GiB{tip}")
 
 
 def _draw_magnifier(drawing: Drawing, state: State, bar: Box, panel: Box) -> None:
@@ -151,12 +151,22 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
     with drawing.answer():
         if fit := state.at_own_length:
             axes.line(state.contexts, own, GREEN, width=2, dash="2 4")
+            if state.starts:
+                _draw_times(axes, state, fit)
             _draw_point(axes, state.max_model_len, fit, f"{round(fit):,} by own length", GREEN)
     pairs = zip(state.contexts, state.concurrency, strict=True)
     tips = [f"{int(count):,} of {context:,} tokens" for context, count in pairs]
     axes.line(state.contexts, state.concurrency, BLUE, tips=tips)
     if state.starts:
         _draw_point(axes, state.max_model_len, state.tokens / state.max_model_len, f"{state.slots:,} reserved", BLUE)
+
+
+def _draw_times(axes: Axes, state: State, fit: float) -> None:
+    """Bracket the requests that fit by own length and as reserved, with their ratio, where there is room."""
+    (x, low), (_, high) = (axes.at(state.max_model_len, count) for count in (state.slots, fit))
+    if low - high > 16 and x + 90 < axes.box.right:
+        axes.drawing.polyline([(x + 9, high), (x + 13, high), (x + 13, low), (x + 9, low)], INK, width=1.5)
+        axes.drawing.text((x + 18, (low + high) / 2 + 4), f"× {round(fit) / state.slots:,.1f}", size=SMALL, bold=True)
 
 
 def _draw_point(axes: Axes, x: float, y: float, words: str, colour: str) -> None:

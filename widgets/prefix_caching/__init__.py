@@ -38,14 +38,8 @@ LABELS = {
     "none": "nothing",
 }
 START: dict[str, Any] = {
-    "kind": "documents",
-    "users": 8,
-    "turns": 3,
-    "prefix": 1024,
-    "order": "in turn",
-    "pool": 6144,
-    "target": 15,
-}
+    "kind": "documents", "users": 8, "turns": 3, "prefix": 1024, "order": "in turn", "pool": 6144, "target": 15,
+}  # fmt: skip
 SESSIONS = ("kind", "users", "turns", "prefix", "order", "target")
 
 

@@ -10,11 +10,11 @@ from itertools import pairwise
 
 from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
+from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
+from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
 
 GUTTER = 40
@@ -46,7 +46,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     """Draw the pool from request to request, and the map of hit rates."""
     here = _of_cell(state, state.users, state.pool, state.here)
     drawing = Drawing(width, 1000, f"Prefix cache: {state.kind.title}", here)
-    drawing.height = _draw_map(drawing, state, _draw_strip(drawing, state) + 34, pinned)
+    drawing.height = _draw_map(drawing, state, _draw_strip(drawing, state) + 27, pinned)
     return drawing.render()
 
 
@@ -62,16 +62,10 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 # ---- the map
 
 
-def _has_line(state: State) -> bool:
-    """Return whether the contexts to keep grow with the users; users who do not pause leave early."""
-    return state.kind.pause > 0 and (state.kind.prefix_of == "user" or state.kind.grows)
-
-
 def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) -> float:
     """Draw the map with its title and axes; return the y below."""
     late = f"p95 time to first token above {state.target * 1e3:g} ms"
-    line = f"the {'histories' if state.kind.grows else 'documents'} alone just fit"
-    keys = [Segment(late, 0, BROKEN, hatched=True)] + [Segment(line, 0, INK, dash="5 3")] * _has_line(state)
+    keys = [Segment(late, 0, BROKEN, hatched=True)]
     y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 24
     plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, row * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
@@ -84,17 +78,13 @@ def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) 
     here = boxes[state.users, state.pool]
     free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
     hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * row))
-    for draw in (_draw_cell, _draw_rate):
-        for place, box in seen.items():
-            draw(drawing, state, place, box)
-        with drawing.answer():
-            for place, box in hidden.items():
-                draw(drawing, state, place, box)
-        if draw is _draw_cell:
-            middle = here.x + here.width / 2
-            drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
-            if _has_line(state):
-                _draw_line(axes, state)
+    for place, box in seen.items():
+        _draw_cell(drawing, state, place, box)
+    with drawing.answer():
+        for place, box in hidden.items():
+            _draw_cell(drawing, state, place, box)
+    middle = here.x + here.width / 2
+    drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
     if pinned:
         with drawing.layer(group="pinned"):
             for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
@@ -135,22 +125,15 @@ def _fill(state: State, cell: Reuse) -> str:
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
+    """Draw a cell, with its hit rate in percent if it is in the reader's row, and a cross if hits are wrong."""
     cell = state.cells[place]
     drawing.rect(box, _fill(state, cell), stroke=CARD, tip=_of_cell(state, *place, cell))
     if state.missed(cell):
         drawing.hatch(box, MISSED, gap=12)
-
-
-def _draw_rate(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Write the cell's hit rate on top of hatching, beside the line of what must stay cached."""
-    cell, here = state.cells[place], place[0] == state.users
-    x, y, colour = box.x + box.width / 2, box.y + box.height / 2 + 4, RAMP_WORDS[_step(cell)]
-    drawing.text((x, y), _rounded(cell), size=SMALL, colour=colour, anchor="middle", bold=here, halo=_fill(state, cell))
-
-
-def _rounded(cell: Reuse) -> str:
-    """Format a cell's hit rate in percent, with a cross if hits are wrong."""
-    return "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %")
+    words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %") * (place[0] == state.users)
+    if words:
+        at, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(cell)]
+        drawing.text(at, words, size=SMALL, colour=colour, anchor="middle", bold=True, halo=_fill(state, cell))
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -166,14 +149,6 @@ def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[
             yield (box.x, box.y), (box.right, box.y)
 
 
-def _draw_line(axes: Axes, state: State) -> None:
-    """Draw the line along which what must stay cached fills the pool, without what a request adds."""
-    load = state.load
-    kept = [load.kind.kept(1, load.turns, load.prefix), load.kind.kept(2, load.turns, load.prefix)]
-    users = [ROWS[0] * (ROWS[-1] / ROWS[0]) ** (index / 48) for index in range(49)]
-    axes.line([kept[0] + (many - 1) * (kept[1] - kept[0]) for many in users], users, INK, width=2, dash="5 3")
-
-
 # ---- the strip
 
 
@@ -181,23 +156,18 @@ def _draw_strip(drawing: Drawing, state: State) -> float:
     """Draw a row for each user, with their context in the pool and each request's hits; return the
     y below.
     """
-    y = drawing.heading((MARGIN, 22), "Whose context is in the pool", state.kind.title)
+    y = drawing.heading((MARGIN, 22), "Whose context is in the pool", "paler: only a part of it")
     colour = VERMILLION if state.wrong_rate or state.missed(state.here) else BLUE
     words = f"hit rate; {percent(state.endless_rate, 1)} with an endless cache"
-    drawing.number((MARGIN, y + 31), percent(state.hit_rate, 1), words, colour)
-    box = Box(MARGIN + GUTTER, y + 72, drawing.width - 2 * MARGIN - GUTTER, STRIP)
+    drawing.number((MARGIN, y + 32), percent(state.hit_rate, 1), words, colour)
+    box = Box(MARGIN + GUTTER, y + 66, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
-    keys = [Segment("in the pool (paler: part)", 0, RAMP[3])]
-    keys += [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in strip.kinds()]
-    y = legend(drawing, (MARGIN, y + 52), keys[:2], drawing.width) - 19
-    after = MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys[:2])
-    place = (after, y) if drawing.width >= WIDE or not keys[3:] else (MARGIN, y + 19)
-    with drawing.answer():
-        y = legend(drawing, place, keys[2:], drawing.width - place[0])
-    strip.box = box = Box(box.x, y + 4, box.width, box.height)
     drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
     strip.draw()
-    return box.bottom
+    keys = [Segment(kind, 0, INK, draw=partial(_draw_mark, drawing, kind)) for kind in strip.kinds()]
+    drawing.text((box.right, box.bottom + 16), "requests →", size=SMALL, colour=QUIET, anchor="end")
+    with drawing.answer():
+        return legend(drawing, (box.x, box.bottom + 16), keys, box.width - 80) - 19
 
 
 class _Strip:
@@ -221,7 +191,7 @@ class _Strip:
     def kinds(self) -> list[str]:
         """List what happens to prompts here."""
         found = {self._kind(index) for admission in self.admissions for index in admission.requests}
-        return [kind for kind in ("new", "hit", "recomputed", "of another text") if kind in found]
+        return [kind for kind in ("hit", "recomputed", "of another text") if kind in found]
 
     def draw(self) -> None:
         """Draw all rows, up to the first user's return and then the rest, hidden until the reader has
@@ -247,8 +217,6 @@ class _Strip:
         with self.drawing.answer():
             self._draw_evictions()
             self._marks(self.first_return, self.last + 1)
-        drawing, (x, y) = self.drawing, (self.box.right, self.box.bottom + 15)
-        drawing.text((x, y), "requests in order →", size=SMALL, colour=QUIET, anchor="end")
         middle = (MARGIN + 4, self.box.y + self.box.height / 2)
         self.drawing.text(middle, "user", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
 
@@ -355,8 +323,9 @@ class _Strip:
             early, (left, first) = sorted(end - start for start, end in spans), spans[0]
             said = f"evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
             said = "always " * (self.state.hit_rate == 0) + said
-            place = (min(self.box.x + left * self.wide, self.box.right - text_width(said, SMALL)), self.box.y - 6)
-            self.drawing.text(place, said, size=SMALL, colour=VERMILLION, at=f"{first} {self.last}")
+            room, at = BOLD * text_width(said, HEADING), f"{first} {self.last}"
+            place = (min(self.box.x + left * self.wide, self.box.right - room), self.box.y - 9)
+            self.drawing.text(place, said, size=HEADING, bold=True, colour=VERMILLION, at=at)
 
 
 def _draw_mark(drawing: Drawing, kind: str, middle: tuple[float, float], radius: float = 4.5) -> None:
@@ -370,4 +339,4 @@ def _draw_mark(drawing: Drawing, kind: str, middle: tuple[float, float], radius:
     elif kind == "hit":
         drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
     else:
-        drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)
+        drawing.circle(middle, radius, "transparent", stroke="none")

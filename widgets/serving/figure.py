@@ -101,9 +101,9 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), PALE)
     room = 0 if served.refused else box.right - end
-    for row, word in enumerate(("queue", "grows", f"at {per_second(served.queue_grows_from)}") if room > 54 else ()):
-        place = (end + box.right) / 2, box.y + box.height / 2 - 10 + 15 * row
-        drawing.text(place, word, size=SMALL, anchor="middle")
+    for row, word in enumerate(("full at", per_second(served.queue_grows_from)) if room > 48 else ()):
+        place = (end + box.right) / 2, box.y + box.height / 2 - 3 + 15 * row
+        drawing.text(place, word, size=SMALL, colour=QUIET, anchor="middle")
     _draw_parts(axes, state, served)
     wall = min(axes.at(max(served.goodput, RATES[0]), 0)[0], end)
     handle = min(max(axes.at(state.rate, 0)[0], wall), end)
@@ -150,7 +150,7 @@ def _draw_knee(axes: Axes, state: State, served: Served) -> None:
     box, rate = axes.box, served.goodput
     if served.is_found and not served.refused:
         best = state.complete and rate > RATES[0] and rate >= max(other.goodput for other in state.others)
-        words = f"{'the most: ' * best}{per_second(rate)}"
+        words = f"{'the most ' * best}in time: {per_second(rate)}"
         wall, room = axes.at(rate, 0)[0], BOLD * text_width(words, BODY)
         left = wall - room if state.rate >= rate else wall
         place = min(max(left, box.x), box.right - room), box.y - 5

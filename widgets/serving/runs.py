@@ -63,12 +63,12 @@ class Work:
             return [RequestLengths(self.prompt, self.output)] * (2 * COUNTED)
         return [_cut(lengths) for lengths in self.source.sample(2 * COUNTED)]
 
-    @property
+    @cached_property
     def mean_prompt(self) -> float:
         """Return the mean number of tokens in a prompt."""
         return statistics.mean(request.prompt_tokens for request in self.lengths)
 
-    @property
+    @cached_property
     def mean_output(self) -> float:
         """Return the mean number of tokens in an answer."""
         return statistics.mean(request.output_tokens for request in self.lengths)

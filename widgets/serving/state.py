@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from minivllm_simulate.layouts import Layout
 from minivllm_simulate.levers import KNOWN_ERROR
@@ -52,7 +53,7 @@ class Served:
     tpot: float
     """The limits in seconds, which 99 % of the requests must keep."""
 
-    @property
+    @cached_property
     def rates(self) -> list[float]:
         """Return the rates that have been run."""
         return sorted(self.points)
@@ -61,7 +62,7 @@ class Served:
         """Return what is wrong at a rate that has been run: a list of members of CAUSES."""
         return [cause for cause, over in zip(CAUSES, self._over(self.points[rate]), strict=True) if over > 1]
 
-    @property
+    @cached_property
     def knee(self) -> Knee | None:
         """Return where the layout breaks, or None if that is not known yet or never happens."""
         if not self.is_found or self.refused:
@@ -75,7 +76,7 @@ class Served:
         first = min(edges)
         return Knee(first, CAUSES[edges.index(first)]) if first < math.inf else None
 
-    @property
+    @cached_property
     def is_found(self) -> bool:
         """Return whether the knee is known to lie between two neighbouring rates."""
         if self.refused or not self.points:
@@ -98,7 +99,7 @@ class Served:
             return 0.0
         return knee.rate if (knee := self.knee) else RATES[-1]
 
-    @property
+    @cached_property
     def queue_grows_from(self) -> float:
         """Return the throughput of a full engine, measured at the first rate at which the queue
         grows; infinity if none has been run.

@@ -520,20 +520,3 @@ def hidden_note(drawing: Drawing, box: Box) -> None:
         drawing.add("</g>")
 
     drawing.last(draw, NOTES)
-
-
-Key = tuple[str, str, str, float]
-"""A curve's name, colour, dashes and width."""
-
-
-def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
-    """Draw the key of the curves in as many rows as needed, and return the y of the last."""
-    x: float = MARGIN
-    for words, colour, dash, wide in keys:
-        room = 22 + text_width(words, SMALL)
-        if x > MARGIN and x + room > drawing.width - MARGIN:
-            x, y = MARGIN, y + 17
-        drawing.line((x, y - 4), (x + 18, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
-        x += room + 9
-    return y

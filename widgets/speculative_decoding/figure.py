@@ -163,9 +163,6 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
         for each in better[:1]:
             x, y = axes.at(each, state.best_speedup(each))
             axes.label((x, y - 24), "best k", PINNED, bold=False)
-        if best[-1:] == [1]:
-            x, y = axes.at(batches[-1], 1)
-            axes.label((x + 8, y + 14), "no drafts", PINNED, bold=False)
         if state.fits:
             best_here = axes.at(state.batch, state.best_speedup(state.batch))
             axes.drawing.circle(best_here, 4.5, PINNED)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from minivllm_lab.drawing import QUIET, arrow
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
 from widgets.shell.plot import MARGIN, counted, figures, percent
-from widgets.shell.svg import SMALL, Box, Drawing
-from widgets.shell.theme import CARD, IDLE
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import CARD, IDLE, WORDS
 from widgets.speculative_decoding.state import State
-from widgets.speculative_decoding.step import VOCABULARY
+from widgets.speculative_decoding.step import VOCABULARY, Place
 
-TOKEN, CHANCE, ROWS, PANEL, DOT = 54, 42, 178, 198, 5
-"""The pixels of a token, of its chance, of all rows and of the distributions (heights), and of a dot's radius."""
+TOKEN, NAMES, ROWS, PANEL, DOT = 54, 66, 178, 200, 5
+"""The widths of a token and of the curves' names, the heights of all rows and of the distributions, a dot's radius."""
 
 
 def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -22,7 +22,7 @@ def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     step, wide = state.step, width - 2 * MARGIN
     drawing = Drawing(width, 0, "One step of one request", "Its drafts, which of them are accepted, and its tokens")
-    y = drawing.heading((MARGIN, 23), "One step of one request", "q: the drafter's chances, p: the model's")
+    y = drawing.heading((MARGIN, 23), "One step of one request")
     if state.own:
         y = drawing.paragraph((MARGIN, y + 18), own_words(state), wide)
     captions = _captions(state, min(step.kept + 1, state.k))
@@ -52,14 +52,12 @@ def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, c
     """
     step = state.step
     draft, token = (replace(row, x=x, width=TOKEN) for x in (row.x, row.right - TOKEN))
-    bar = Box(draft.right + CHANCE, row.y + 3, row.width - 2 * TOKEN - CHANCE - 8, row.height - 6)
+    bar = Box(draft.right + 8, row.y + 3, row.width - 2 * TOKEN - 16, row.height - 6)
     if index < state.k:
         place = step.places[index]
         _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
         if index <= step.kept:
             with drawing.layer(at=f"1 {last}"):
-                share = (bar.x - 6, row.y + row.height / 2 + 4)
-                drawing.text(share, percent(place.ratio), size=SMALL, colour=GREEN, anchor="end")
                 _draw_part(drawing, bar, ORANGE)
                 _draw_part(drawing, replace(bar, width=bar.width * place.ratio), GREEN)
             dot = (bar.x + bar.width * place.uniform, bar.y + bar.height / 2)
@@ -84,54 +82,51 @@ def _draw_part(drawing: Drawing, box: Box, colour: str) -> None:
 
 
 def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) -> None:
-    """Draw what q and p share at a position, what q has more, and what p has more; the draft's random
-    number; and the token that is drawn instead.
+    """Draw q and p over the words at a position: what both share, and what only one has; the draft's
+    random number; and the token that is drawn instead.
     """
     step = state.step
     place = step.places[index] if index < state.k else None
     p, q = (place.p, place.q) if place else (step.bonus, (0.0,) * len(step.bonus))
     drawing.rect(box, IDLE, radius=6)
-    _draw_shares(drawing, box, state, index)
-    column, base = (box.width - 12) / len(p), box.bottom - 28
-    scale = (base - box.y - 92) / max(*p, *q)
+    _draw_shares(drawing, box, place, index)
+    left, base = box.x + 12, box.bottom - 30
+    column, scale = (box.width - 24 - NAMES) // len(p), (base - box.y - 66) / max(*p, *q)
     for token, word in enumerate(VOCABULARY):
-        bar = Box(box.x + 6 + column * token + 5, base, column - 10, 0)
+        bar = Box(left + column * token, base, column, 0)
         shared = min(p[token], q[token])
         for low, high, colour in ((0, shared, GREEN), (shared, q[token], ORANGE), (shared, p[token], BLUE)):
             _draw_part(drawing, replace(bar, y=base - high * scale, height=(high - low) * scale), colour)
         chosen, drafted = index == step.kept and token == step.token, place is not None and token == place.draft
-        name = Box(bar.x, base + 4, bar.width, 18)
+        name = Box(bar.x + 1, base + 5, column - 2, 18)
         _draw_token(drawing, name, word, BLUE if chosen else ORANGE if drafted else "none", shade=0.25 * chosen)
         tip = f"{word}: p {p[token]:.2f}, q {q[token]:.2f}"
-        drawing.rect(Box(bar.x, box.y + 54, bar.width, box.bottom - box.y - 54), "transparent", tip=tip)
+        drawing.rect(Box(bar.x, box.y + 54, column, box.bottom - box.y - 54), "transparent", tip=tip)
+    apart = max(0.0, 15 - abs(p[-1] - q[-1]) * scale) / 2 * (1 if p[-1] < q[-1] else -1)
+    names = (q, "drafter q", WORDS[ORANGE], "5 3", -apart), (p, "model p", INK, "", apart)
+    for chances, words, colour, dash, down in names if place else names[1:]:
+        tops = [base - chance * scale for chance in chances]
+        ends = [(left + column * (side + token), top) for token, top in enumerate(tops) for side in (0, 1)]
+        drawing.polyline(ends, colour, dash=dash)
+        x, y = ends[-1]
+        drawing.text((x + 6, y + 4 + down), words, size=SMALL, colour=colour, bold=True)
     if place:
-        x, y = box.x + 6 + column * (place.draft + 0.5), base - place.uniform * q[place.draft] * scale
+        x, y = left + column * (place.draft + 0.5), base - place.uniform * q[place.draft] * scale
         if index == step.kept:
             top = (min(p[step.token], q[step.token]) + p[step.token]) / 2
-            drawing.add(arrow((x, y), (box.x + 6 + column * (step.token + 0.5), base - top * scale), INK))
+            drawing.add(arrow((x, y), (left + column * (step.token + 0.5), base - top * scale), INK))
         drawing.circle((x, y), DOT, INK)
-    more = [token for token, high in enumerate(q) if high > p[token]]
-    most = max(more, key=q.__getitem__, default=-2)
-    less = [t for t in range(len(p)) if p[t] > q[t] and (abs(t - most) > 1 or abs(p[t] - q[most]) * scale > 18)]
-    for tokens, chances, words in ((more, q, "q, drafter"), (less, p, "p, model")):
-        for token in sorted(tokens, key=chances.__getitem__)[-1:]:
-            x, y = box.x + 6 + column * token, base - chances[token] * scale
-            drawing.polyline([(x + 4, y), (x, y), (x, base), (x + 4, base)], INK, width=1.5)
-            drawing.text((x + column / 2, y - 6), words, size=SMALL, anchor="middle", halo=IDLE)
 
 
-def _draw_shares(drawing: Drawing, box: Box, state: State, index: int) -> None:
-    """Write which share of all drafts at a position is kept, and which is replaced."""
-    left, middle = box.x + 12, box.x + 12 + 0.4 * box.width
-    if index == state.k:
-        drawing.text((left, box.y + 22), "All drafts are kept, so p gives a bonus token.", size=SMALL, colour=BLUE)
-        return
-    kept = state.step.places[index].agreement
-    drawing.text((left, box.y + 22), f"Over all that draft {index + 1} could have been:", size=SMALL, bold=True)
-    for x, share, words, colour in ((left, kept, "kept", GREEN), (middle, 1 - kept, "replaced by blue", ORANGE)):
-        drawing.text((x, box.y + 46), percent(share), size=18, bold=True, colour=colour)
-        drawing.text((x + 56, box.y + 46), words, size=SMALL, colour=colour)
-    drawing.text((left, box.y + 67), "green + blue = p: the output is the model's own", size=SMALL)
+def _draw_shares(drawing: Drawing, box: Box, place: Place | None, index: int) -> None:
+    """Write which share of all drafts at a position is kept, and that as much is recovered as is rejected."""
+    title = "All drafts are kept: p gives a bonus token"
+    if place:
+        title, kept = f"All draws of draft {index + 1}: kept + recovered = p", place.agreement
+        keys = (f"{percent(kept)} kept", GREEN), (f"{percent(1 - kept)} rejected =", ORANGE), ("recovered", BLUE)
+        entries = [Segment(words, 0, colour, hatched=colour == ORANGE) for words, colour in keys]
+        legend(drawing, (box.x + 12, box.y + 44), entries, box.width)
+    drawing.text((box.x + 12, box.y + 22), title, size=SMALL, bold=True)
 
 
 def own_words(state: State) -> str:
