@@ -133,10 +133,18 @@ def _states(
             for (policy, own), name, stretch in zip(by_policy.items(), names, stretches, strict=True)
         ]
         return State(
-            load=load, seats=runs.seats, limit=limit, burstiness=burstiness, curves=(curves[0], curves[1]),
-            start=start, window=runs.window, rate=runs.rate(load), formula=runs.formula,
-            spread=runs.spread if runs.note else spread, note=runs.note,
-        )  # fmt: skip
+            load=load,
+            seats=runs.seats,
+            limit=limit,
+            burstiness=burstiness,
+            curves=(curves[0], curves[1]),
+            start=start,
+            window=runs.window,
+            rate=runs.rate(load),
+            formula=runs.formula,
+            spread=runs.spread if runs.note else spread,
+            note=runs.note,
+        )
 
     state = now()
     yield state

@@ -136,9 +136,12 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
     counts = Scale.around(1, 2 * max([100.0, *own, *state.concurrency]))
     axes = Axes(drawing, box, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), counts)
     axes.frame(
-        "max_model_len: tokens that each request reserves", "", x_format=tokens,
-        x_ticks=axes.x.doublings(12 if drawing.width >= WIDE else 4), y_ticks=axes.y.powers(),
-    )  # fmt: skip
+        "max_model_len: tokens that each request reserves",
+        "",
+        x_format=tokens,
+        x_ticks=axes.x.doublings(12 if drawing.width >= WIDE else 4),
+        y_ticks=axes.y.powers(),
+    )
     cause = f"no request fits above {state.wall:,}" if state.ledger else "no room for a KV cache"
     axes.broken(state.wall or None, None, "past the model's limit" if 0 < state.model_limit == state.wall else cause)
     axes.here(state.max_model_len, "max_model_len")  # before the curves, or it covers their tips

@@ -187,14 +187,28 @@ def sweep(
     wall = min(longest, CONTEXTS[-1], config.max_position_embeddings or CONTEXTS[-1])
     contexts = (*(context for context in CONTEXTS if context < wall), *[wall][: wall >= CONTEXTS[0]])
     state = State(
-        name=name, hardware=hardware, tp=tp, kv_dtype=kv_dtype, utilization=utilization, max_model_len=max_model_len,
-        model_limit=config.max_position_embeddings, parameters=num_parameters(config), workload_title=kind.title,
-        needs=needs, ledger=ledger, bytes_per_token=per_token, counted_bytes=counted, slots=0, lengths=(),
-        too_long=1 - _share_up_to(max_model_len, kind), mean_length=_mean_up_to(max_model_len, kind), longest=longest,
+        name=name,
+        hardware=hardware,
+        tp=tp,
+        kv_dtype=kv_dtype,
+        utilization=utilization,
+        max_model_len=max_model_len,
+        model_limit=config.max_position_embeddings,
+        parameters=num_parameters(config),
+        workload_title=kind.title,
+        needs=needs,
+        ledger=ledger,
+        bytes_per_token=per_token,
+        counted_bytes=counted,
+        slots=0,
+        lengths=(),
+        too_long=1 - _share_up_to(max_model_len, kind),
+        mean_length=_mean_up_to(max_model_len, kind),
+        longest=longest,
         contexts=contexts,
         concurrency=tuple(ledger.concurrency_of(context) if ledger else 0.0 for context in contexts),
         mean_lengths=tuple(_mean_up_to(context, kind) for context in contexts),
-    )  # fmt: skip
+    )
     slots = int(max_concurrency(state.tokens, max_model_len)) if state.starts else 0
     return replace(state, slots=slots, lengths=_first_lengths(slots, max_model_len, kind))
 
