@@ -97,7 +97,7 @@ def late_words(state: State, span: Span) -> str:
 
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
-    point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
+    point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity()
     full = f"full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
         "queue": full if load <= most else f"too slow: any pool handles at most {most:.3g} of {load:g} requests/s",
