@@ -55,7 +55,7 @@ def result(load: OpenLoad, placed: PlacedModel = ONE) -> OpenRun:
 def test_stretches_give_what_single_steps_give(rate: float):
     run = served(rate)
     work = [SimulatedRequest(256, 64, at) for at in gamma_arrivals(rate, 240, seed=3)]
-    exact = simulate(work, *ONE.configs(ROOM), ONE.cost).requests[:120]
+    exact = simulate(work, Scheduler(*ONE.configs(ROOM)), ONE.cost).requests[:120]
     assert run.ttfts == pytest.approx(sorted(request.ttft for request in exact), rel=0.02, abs=1e-4)
     assert run.tpots == pytest.approx(sorted(request.tpot for request in exact), rel=0.01)
     assert all(stay.ended and stay.tokens == 64 for stay in run.stays)

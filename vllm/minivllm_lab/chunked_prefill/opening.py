@@ -8,7 +8,6 @@ The three pieces are the engine's steps in the scene "long prompt"; the single p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
@@ -112,7 +111,7 @@ def _before(run: Followed) -> list[dict[str, int]]:
     cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
     names = (NAME, LONG)
     work = [SimulatedRequest(len(run.requests[name].prompt), MAX_TOKENS, at) for at, name in enumerate(names)]
-    steps = simulate(work, limits, cache, UnitCost(), scheduler=partial(Scheduler, policy=PREFILL_FIRST)).steps
+    steps = simulate(work, Scheduler(limits, cache, PREFILL_FIRST), UnitCost()).steps
     return [{names[int(index)]: tokens for index, tokens in step.scheduled.items()} for step in steps]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.figures import panels
@@ -114,7 +115,7 @@ def long_prompt(budget: int, cache: CacheConfig, cost: Cost) -> dict[str, float]
     """
     work = [SimulatedRequest(128, 200)] * 16 + [SimulatedRequest(4096, 16, arrival=0.5)]
     config = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=budget)
-    *chats, prompt = simulate(work, config, cache, cost).requests
+    *chats, prompt = simulate(work, Scheduler(config, cache), cost).requests
     gaps = [gap for chat in chats for gap in chat.itls]
     return {"usual_gap": statistics.median(gaps), "longest_gap": max(gaps), "ttft": prompt.ttft}
 
