@@ -1,6 +1,5 @@
-"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`).
-
-`minivllm.lora.request` re-exports the class under vLLM's name.
+"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`); here it is
+in `core`, because the scheduler reads it.
 """
 
 from dataclasses import dataclass
