@@ -1,6 +1,4 @@
-"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`); here it is
-in `core`, because the scheduler reads it.
-"""
+"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`)."""
 
 from dataclasses import dataclass
 
