@@ -11,7 +11,7 @@ import site_request
 from repository import ROOT
 
 from minivllm import LLM, LoRARequest, SamplingParams
-from minivllm_lab.step_recording import read_recording
+from minivllm_lab.engines.step_recording import read_recording
 
 SOURCE = (ROOT / site_request.PAGE).read_text()
 ADDRESS = site_request.PAGE.replace(".md", ".html")

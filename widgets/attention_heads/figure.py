@@ -8,8 +8,8 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Place, State, published_models
 from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, balanced, counted, hidden_note, modelled, tokens
 from widgets.shell.strip import draw_title

@@ -22,7 +22,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.continuous_batching.learner_policy import Schedule, learner_policy
 from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import RooflineCost, StepShape

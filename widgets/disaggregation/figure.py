@@ -8,8 +8,8 @@ import math
 from dataclasses import replace
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import GREEN, GREY, INK, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.palette import GREEN, GREY, INK, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, WIDE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens

@@ -8,9 +8,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.flash_attention.attention_traffic import flash_programs
-from minivllm_lab.palette import BLUE, INK, ORANGE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import BLUE, INK, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.walk import EDGE, size
 from widgets.shell.plot import VALUE, WIDE, counted, tokens
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, stacked_bar

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from minivllm_lab.drawing import QUIET, Point, text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, Point, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
 from widgets.shell.plot import ROW, VALUE, WIDE, Axes, Scale, balanced, counted, draw_keys, hidden_note, percent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import GREEN, ORANGE, PURPLE
+from minivllm_lab.pictures.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State

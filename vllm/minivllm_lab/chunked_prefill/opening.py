@@ -13,10 +13,10 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.chunked_prefill import stall
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, INK, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import MAX_TOKENS, NAME, Followed, Step, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, INK, ORANGE
 from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text
-from minivllm_lab.followed import followed
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text
+from minivllm_lab.pictures.followed import followed
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
 from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 

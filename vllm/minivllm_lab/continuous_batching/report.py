@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import panels
+from minivllm_lab.engines.recording import bare_engine, record_run
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
-from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.cost_model import Cost, RooflineCost
 from minivllm_simulate.hardware import get_hardware

@@ -21,7 +21,7 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import warnings_only
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.multi_lora.ways import RANK
 from minivllm_lab.progress import track

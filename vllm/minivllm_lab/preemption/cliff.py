@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm_lab.drawing import QUIET, RULE, line, points, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, RULE, line, points, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, VERMILLION
 from minivllm_lab.preemption.published_waste import workload
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware

@@ -9,7 +9,7 @@ from simulate.linear_cost import LinearCost
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm_lab.recording import bare_engine, record_run
+from minivllm_lab.engines.recording import bare_engine, record_run
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
