@@ -1,4 +1,4 @@
-"""What runs the lessons. Importing it does not import torch.
+"""Run the lessons: what they share, and a folder for each. Importing it does not import torch.
 
 The top level is what every script imports: flags (`cli`), first and last steps (`lesson`), tables,
 progress, proofs, timing, results; and the commands of a reader (`exercise`, `notebook`,
