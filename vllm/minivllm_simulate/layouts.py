@@ -131,5 +131,4 @@ class PlacedModel:
 
     def steady(self, prompt: float, output: float, kv_tokens: int) -> Steady:
         """Return the equilibrium of one group for requests with these mean lengths."""
-        room = min(self.places, kv_tokens / (prompt + output), TOKEN_BUDGET / (1 + prompt / output))
-        return Steady(self.cost, prompt, output, max(1.0, room))
+        return Steady.within(self.cost, prompt, output, seats=self.places, kv_tokens=kv_tokens, budget=TOKEN_BUDGET)

@@ -14,6 +14,8 @@ from typing import Literal
 
 from minivllm_simulate.cost_model import Cost, StepShape
 
+Prefill = Literal["whole", "spread", "elsewhere"]
+"""Prompts are computed each in one step, or in chunks that fill all steps alike, or by other GPUs."""
 GRID = 64
 """Batch sizes that are looked at for the best one."""
 
@@ -30,9 +32,17 @@ class Steady:
     prompt: float
     output: float
     most: float
-    """Requests at once: places, cache or a step's token budget end there."""
-    prefill: Literal["whole", "spread", "elsewhere"] = "whole"
-    """Prompts are computed each in one step, or in chunks that fill all steps alike, or by other GPUs."""
+    """Requests at once; see `within`."""
+    prefill: Prefill = "whole"
+
+    @classmethod
+    def within(
+        cls, cost: Cost, prompt: float, output: float, *, seats: float, kv_tokens: float = math.inf,
+        budget: float = math.inf, prefill: Prefill = "whole",
+    ) -> Steady:  # fmt: skip
+        """Return the batch that these limits allow: seats, tokens in the cache, tokens of a step."""
+        room = min(seats, kv_tokens / (prompt + output), budget / (1 + prompt / output))
+        return cls(cost, prompt, output, max(1.0, room), prefill)
 
     def step_seconds(self, batch: float) -> float:
         """Return the mean seconds of a step with `batch` requests.

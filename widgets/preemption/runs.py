@@ -302,8 +302,7 @@ class Serving:
 
     def steady(self, room: float = SEATS) -> Steady:
         """Return a steady batch with room for this many requests."""
-        most = max(1.0, min(SEATS, room, BUDGET / (1 + self.prompt / self.answer)))
-        return Steady(self.cost, self.prompt, self.answer, most)
+        return Steady.within(self.cost, self.prompt, self.answer, seats=min(SEATS, room), budget=BUDGET)
 
     @cached_property
     def held(self) -> float:

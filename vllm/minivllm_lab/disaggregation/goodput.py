@@ -234,9 +234,8 @@ class Disaggregated(_OneGpuEngines):
 
     def steady(self, work: Work) -> Steady:
         """Return the equilibrium of one decoding GPU."""
-        prompt, output = work.means
-        room = min(self.placed.places, self.placed.kv_tokens() // (prompt + output))
-        return Steady(self.step_cost, prompt, output, max(1.0, room), "elsewhere")
+        seats = min(self.placed.places, self.placed.kv_tokens() // sum(work.means))
+        return Steady.within(self.step_cost, *work.means, seats=seats, prefill="elsewhere")
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
         """Return the rate at which each part ("prefill", "link", "decode") is always busy, with
@@ -284,10 +283,10 @@ class Colocated(_OneGpuEngines):
 
     def steady(self, work: Work) -> Steady:
         """Return the equilibrium of one engine, whose budget must hold the prompts that join in a step, too."""
-        prompt, output = work.means
-        places = min(self.placed.places, self.budget, self.budget / (1 + prompt / output))
-        room = min(places, self.placed.kv_tokens() / (prompt + output))
-        return Steady(self.step_cost, prompt, output, max(1.0, room), "spread")
+        return Steady.within(
+            self.step_cost, *work.means, seats=min(self.placed.places, self.budget),
+            kv_tokens=self.placed.kv_tokens(), budget=self.budget, prefill="spread",
+        )  # fmt: skip
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
         """Return the highest rate that the engines reach with any batch that fits."""

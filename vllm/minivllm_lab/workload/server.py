@@ -208,5 +208,7 @@ class Server:
 
 def capacity(server: Server, prompt: float, output: float) -> float:
     """Return the knee: the requests a second, with these mean lengths, from which the queue grows without end."""
-    room = min(server.seats, server.kv_tokens / (prompt + output), server.budget / (1 + prompt / output))
-    return Steady(server.cost, prompt, output, max(1.0, room)).capacity()
+    steady = Steady.within(
+        server.cost, prompt, output, seats=server.seats, kv_tokens=server.kv_tokens, budget=server.budget
+    )
+    return steady.capacity()
