@@ -37,9 +37,9 @@ from minivllm.engine.core import EngineCore
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import benchmark_parser, figure_file, positive_int, run
-from minivllm_lab.figures import panels
 from minivllm_lab.marks import put_between_marks
-from minivllm_lab.palette import BLUE, GREY, ORANGE
+from minivllm_lab.pictures.figures import panels
+from minivllm_lab.pictures.palette import BLUE, GREY, ORANGE
 from minivllm_lab.progress import track
 from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import console, markdown_table, table

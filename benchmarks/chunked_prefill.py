@@ -38,8 +38,8 @@ from serving import Serving
 from minivllm.errors import MinivllmError
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
-from minivllm_lab.disturbed_chats import random_prompt
-from minivllm_lab.http_load import Answer, Ask, load_beside
+from minivllm_lab.engines.disturbed_chats import random_prompt
+from minivllm_lab.engines.http_load import Answer, Ask, load_beside
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report

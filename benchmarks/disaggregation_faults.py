@@ -36,7 +36,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.kv_connector.tcp.settings import SECRET_VARIABLE
 from minivllm_lab.cli import benchmark_parser, run
 from minivllm_lab.disaggregation.server_pair import MinivllmProcess, end_all, free_ports
-from minivllm_lab.http_load import post
+from minivllm_lab.engines.http_load import post
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report
 from minivllm_lab.tables import table

@@ -20,12 +20,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from minivllm_lab import palette
 from minivllm_lab.cli import benchmark_parser, run
 from minivllm_lab.disaggregation.goodput import Colocated, Disaggregated, Objective, Work, for_each_gpu, goodput
 from minivllm_lab.disaggregation.model_checks import disaggregation_checks, disaggregation_error
 from minivllm_lab.disaggregation.tuning import best_budget, best_split, break_even, winning_budgets
-from minivllm_lab.figures import panels
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.results import read_record, record, report
 from minivllm_lab.tables import table

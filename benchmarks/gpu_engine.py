@@ -38,7 +38,7 @@ from minivllm.platforms.triton_utils import triton
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import Parser, positive_int, run
 from minivllm_lab.device_rates import copy_bandwidth, matmul_rate
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, read_record, record, report

@@ -24,7 +24,7 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.linear import weight_bytes
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.corpus import held_out_texts
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import Levers, long_and_short, shared_chat, throughput

@@ -26,7 +26,7 @@ from serving import NAME, Serving, at_rate, random_asks
 
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.disturbance import Control
-from minivllm_lab.http_load import Ask
+from minivllm_lab.engines.http_load import Ask
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report

@@ -29,7 +29,7 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report
 from minivllm_lab.tables import table

@@ -41,7 +41,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.cli import benchmark_parser, positive_int, run
-from minivllm_lab.http_load import Answer, Ask, load
+from minivllm_lab.engines.http_load import Answer, Ask, load
 from minivllm_lab.progress import track
 from minivllm_lab.results import record, report
 from minivllm_lab.tables import console, table

@@ -40,9 +40,9 @@ from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.cli import benchmark_parser, positive_int, run
 from minivllm_lab.corpus import held_out_texts
+from minivllm_lab.engines.recording import add_greedy, bare_engine, own_clock
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
-from minivllm_lab.recording import add_greedy, bare_engine, own_clock
 from minivllm_lab.results import record, report
 from minivllm_lab.tables import markdown_table, table
 

@@ -47,7 +47,7 @@ from minivllm.models.linear import Linear, UnquantizedLinearMethod
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm_lab.cli import benchmark_parser, positive_int, run
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 from minivllm_lab.marks import put_between_marks
 from minivllm_lab.progress import track
 from minivllm_lab.results import machine, record, report

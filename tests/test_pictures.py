@@ -6,7 +6,7 @@ import math
 import pytest
 from pictures import contents, contents_differ, differences
 
-from minivllm_lab.figures import panels
+from minivllm_lab.pictures.figures import panels
 from widgets.shell.svg import Box, Drawing
 
 

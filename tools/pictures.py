@@ -71,7 +71,7 @@ def _same_coordinates(coordinates: str, other: str) -> bool:
 
 
 def contents(path: Path) -> list[dict[str, Any]]:
-    """Read what each panel of a figure shows, from the data that `minivllm_lab.figures.panels`
+    """Read what each panel of a figure shows, from the data that `minivllm_lab.pictures.figures.panels`
     stores in it.
     """
     description = ET.parse(path).find(DESCRIPTION)

@@ -33,7 +33,7 @@ from minivllm_lab.cli import Parser
 from minivllm_lab.predict.levels import ROUNDS, load
 from minivllm_lab.predict.mistakes import MISTAKES
 from minivllm_lab.predict.rounds import Decision, Round, Row
-from minivllm_lab.predict.workload import Replay, Trace, recorded
+from minivllm_lab.predict.workload import Replay, Trace, configs, recorded
 
 CONFORMANCE = Path(__file__).resolve().parents[1] / "tests" / "conformance"
 FOLDERS = CONFORMANCE / "data", CONFORMANCE / "drafts"
@@ -247,7 +247,7 @@ def rounds(workload: Mapping[str, Any], source: str, trace: Trace, keep: Callabl
 
     Pools of more than 200 blocks are too deep to pickle: their free queue is a linked list.
     """
-    replay = Replay(dict(workload))
+    replay = Replay(dict(workload), Scheduler(*configs(workload)))
     while not replay.has_ended:
         replay.arrive()
         before = _look(replay.scheduler, f"{source}, step {replay.step}")

@@ -26,7 +26,7 @@ from minivllm.engine.detokenizer import make_detokenizer
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token
 from minivllm_lab.cli import Parser, run
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 from minivllm_simulate.known_models import known_model
 
 ROOT = Path(__file__).resolve().parents[1]

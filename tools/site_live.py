@@ -21,7 +21,7 @@ import structure
 
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "package.json")
 """The files of Pyodide that the browser loads, and the one that names its authors and licence."""
-ENTRIES = ("widgets.shell.page", "minivllm_lab.page_engine")
+ENTRIES = ("widgets.shell.page", "minivllm_lab.engines.page_engine")
 """The modules that the workers import."""
 MODEL = ("config.json", "tokenizer.json", "model.safetensors")
 """The files of the embedded model that the page's engine reads."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.entrypoints.xray.page import RECORDED, script, style
-from minivllm_lab.page_engine import PageEngine
-from minivllm_lab.step_recording import read_recording
+from minivllm_lab.engines.page_engine import PageEngine
+from minivllm_lab.engines.step_recording import read_recording
 
 PAGE = "site/one_request.md"
 OWN = "site/own_request.md"

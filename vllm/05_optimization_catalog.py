@@ -24,11 +24,11 @@ from minivllm.models.loader import load_model
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.cli import run
 from minivllm_lab.disturbance import Control
+from minivllm_lab.engines.quality import held_out_tokens
 from minivllm_lab.lesson import begin, keep
 from minivllm_lab.optimization_catalog import quantization, report
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
-from minivllm_lab.quality import held_out_tokens
 from minivllm_lab.tables import console, heading
 
 

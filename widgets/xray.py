@@ -1,6 +1,6 @@
 """Show a recorded run in a notebook, step by step, like a server's `/xray` page.
 
-    from minivllm_lab.step_recording import record
+    from minivllm_lab.engines.step_recording import record
     from widgets import xray
     with record(llm, "run.jsonl"):
         llm.generate(prompts)
@@ -18,7 +18,7 @@ import anywidget
 import traitlets
 
 from minivllm.entrypoints.xray.page import script, style
-from minivllm_lab.step_recording import read_recording
+from minivllm_lab.engines.step_recording import read_recording
 
 
 class XRay(anywidget.AnyWidget):

@@ -2,9 +2,7 @@
 
 from protocol import lora_ids, serve, workload
 
-from minivllm.entrypoints.llm import LLM
-from minivllm.lora.request import LoRARequest
-from minivllm.sampling_params import SamplingParams
+from minivllm import LLM, LoRARequest, SamplingParams
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ async function boot() {
   const tokenizer = new Tokenizer(await json("tokenizer.json"));
   const model = new Llama(await json("config.json"), await weights, BLOCKS * BLOCK_SIZE);
   const forward = (batch) => JSON.stringify(model.forward(JSON.parse(batch)));
-  const engine = python.pyimport("minivllm_lab.page_engine").PageEngine(forward, BLOCKS);
+  const engine = python.pyimport("minivllm_lab.engines.page_engine").PageEngine(forward, BLOCKS);
   return { tokenizer, engine };
 }
 

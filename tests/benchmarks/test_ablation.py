@@ -13,7 +13,7 @@ from repository import ROOT
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.linear import weight_bytes
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 
 RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
 

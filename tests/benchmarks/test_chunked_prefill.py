@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minivllm_lab.http_load import Answer
+from minivllm_lab.engines.http_load import Answer
 
 
 def test_the_figures_of_a_load(bench):

@@ -10,7 +10,7 @@ from refusals import assert_refuses
 
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 
 
 @pytest.fixture(scope="module")

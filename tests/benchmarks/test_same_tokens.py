@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 
 @pytest.fixture(params=["n-gram", "host memory"])

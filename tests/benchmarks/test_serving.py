@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm_lab.http_load import Answer, Ask
+from minivllm_lab.engines.http_load import Answer, Ask
 
 
 def test_requests_have_the_lengths_that_were_asked_for(bench):

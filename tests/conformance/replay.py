@@ -7,20 +7,19 @@ README.md beside this file describes the workload and the trace.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.cli import Parser
-from minivllm_lab.predict.workload import Replay
+from minivllm_lab.predict.workload import Replay, configs
 
 
-def replay(workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> list[dict[str, Any]]:
+def replay(workload: dict[str, Any], kind: type[Scheduler] = Scheduler) -> list[dict[str, Any]]:
     """Return the trace of a whole workload, from step 0 until all requests have arrived and
     finished.
     """
-    served = Replay(workload, kind)
+    served = Replay(workload, kind(*configs(workload)))
     steps: list[dict[str, Any]] = []
     while not served.has_ended:
         served.arrive()

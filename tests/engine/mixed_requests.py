@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from minivllm import LLM, SamplingParams
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
 PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]

@@ -24,7 +24,7 @@ from minivllm.config import EMBEDDED_DRAFT
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm.errors import NonFiniteLogitsError
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 ENGINE = str(Path(minivllm.errors.__file__).parent)
 HANDLERS = {

@@ -28,7 +28,7 @@ from minivllm.entrypoints.openai.stream import until_disconnected
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
-from minivllm_lab.checking import module_from
+from minivllm_lab.checks.checking import module_from
 from minivllm_lab.exercise import checks_of, run_checks
 
 pytestmark = pytest.mark.usefixtures("warm_processes")

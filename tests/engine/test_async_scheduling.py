@@ -13,7 +13,7 @@ from minivllm.config.units import GIB
 from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 WISHES = [*WISHES]
 WISHES[1] = replace(WISHES[1], logprobs=2)

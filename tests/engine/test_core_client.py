@@ -20,7 +20,7 @@ from warm_processes import WarmSubprocess
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import EngineDeadError
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -17,7 +17,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.platforms.threads import has_numba
 from minivllm.worker.cuda_graphs import capture_sizes
 from minivllm.worker.input_batch import StepInputs
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 PROMPTS = [*PROMPTS, [7] * 9]

@@ -10,7 +10,7 @@ from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, warm_up_steps
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_MODEL), "num_speculative_tokens": 3}

@@ -13,7 +13,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.worker.kv_connector_runner import KVConnectorRunner
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -14,7 +14,7 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.prometheus import PrometheusStatLogger
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -19,7 +19,7 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.latent_attention import plain_attention, plain_form_is_cheaper
 from minivllm.models.loader import random_model
 from minivllm.worker import latent_attention
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -16,7 +16,7 @@ from minivllm.core.engine_messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

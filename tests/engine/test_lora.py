@@ -29,7 +29,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS
 from minivllm.outputs import RequestOutput
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 from minivllm_lab.multi_lora.adapters import merge_adapter, random_adapter, write_adapter
 
 pytestmark = pytest.mark.usefixtures("warm_processes")

@@ -16,7 +16,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import WorkerFailedError
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.pipeline import get_pp_indices
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -20,7 +20,7 @@ from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.worker.kv_cache import allocate_kv_caches
 from minivllm.worker.kv_connector_runner import tensors_of
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
 CONFIG = ModelConfig.from_pretrained(EMBEDDED_MODEL)

@@ -19,7 +19,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.grammar import StructuredOutputRequest
 from minivllm.structured_output.grammar_text import MOST_CHARACTERS, _closed, check_grammar
 from minivllm.structured_output.manager import StructuredOutputManager
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 

@@ -25,7 +25,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import WorkerDiedError, WorkerFailedError
 from minivllm.executor.multiproc_executor import check_devices
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 SETTINGS = {
     "device": "cpu", "max_model_len": 96, "max_num_seqs": 6,

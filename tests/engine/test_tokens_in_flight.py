@@ -14,7 +14,7 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.tokens_in_flight import HostCopy, TokensInFlight
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 
 SETTINGS = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 24}
 

@@ -27,8 +27,8 @@ import torch
 
 from minivllm.kernels import attention_launch
 from minivllm_lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
+from minivllm_lab.checks.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.exercise import load
-from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
 
 HEAD_DIMS = (64, 80, 128)
 GROUPS = (1, 2, 3, 5, 7, 8)

@@ -9,7 +9,7 @@ from kernels.harness import assert_compiles, assert_twin
 from minivllm.kernels.copy_blocks import CHUNK_BYTES, BlockRegions, copy_regions_kernel, gather_blocks, scatter_blocks
 from minivllm.platforms.triton_utils import tl
 from minivllm_lab.aot import TARGETS
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.checks.kernel_trace import trace_kernel
 
 BLOCKS = 11
 

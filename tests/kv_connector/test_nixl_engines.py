@@ -12,7 +12,7 @@ from server.serving import free_port
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 
 VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
 """What two servers of vLLM 0.32.0 with its NixlConnector answered for the same model."""

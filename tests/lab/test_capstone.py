@@ -6,8 +6,8 @@ import pytest
 from lessons.harness import script_path
 
 from minivllm_lab.capstone import NUMBERS, SERVERS, difference_of, parts_of, serve_all
+from minivllm_lab.engines.over_http import Answer, Load
 from minivllm_lab.exercise import load
-from minivllm_lab.over_http import Answer, Load
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 from refusals import assert_refused, assert_refuses
 
-from minivllm_lab.checking import module_from
+from minivllm_lab.checks.checking import module_from
 from minivllm_lab.museum import copies, desk, workloads
 from minivllm_lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
 from minivllm_lab.tables import console

@@ -17,7 +17,7 @@ from IPython.utils.capture import capture_output
 
 from minivllm.logger import LEVEL_VARIABLE, init_logger
 from minivllm_lab import notebook
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.checks.kernel_trace import trace_kernel
 
 STUB = '''\
 %%exercise mine

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm_lab.drawing import QUIET, ink_on, luminance, text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, ink_on, luminance, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
 from widgets.shell import theme
 from widgets.shell.plot import Axes, Scale, hidden_note, short, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box

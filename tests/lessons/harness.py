@@ -27,10 +27,10 @@ from minivllm.config import ModelConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
-from minivllm_lab.checking import Check, CheckResult
+from minivllm_lab.checks.checking import Check, CheckResult
+from minivllm_lab.checks.mutants import Mutant, load_mutant
+from minivllm_lab.checks.reach import joined, names_in, reached
 from minivllm_lab.exercise import checks_of, checks_paths, load, run_checks
-from minivllm_lab.mutants import Mutant, load_mutant
-from minivllm_lab.reach import joined, names_in, reached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 noted: list[tuple[str, object]] = []

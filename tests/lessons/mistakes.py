@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from minivllm_lab.mutants import Mutant
+from minivllm_lab.checks.mutants import Mutant
 
 LESSONS = Path(__file__).parent
 SAID = "what the checks say"

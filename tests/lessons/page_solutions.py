@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lessons.mistakes import mutants_of
 from repository import ROOT
 
-from minivllm_lab.mutants import Mutant, mutant_source
+from minivllm_lab.checks.mutants import Mutant, mutant_source
 
 IMPORT = ast.Import, ast.ImportFrom
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -10,9 +10,9 @@ from lessons.harness import REPOSITORY, assert_refuses, results_of, script_path
 
 from minivllm.config import NO_PARTS
 from minivllm_lab import exercise
+from minivllm_lab.checks.plugged import rows_of, serve
 from minivllm_lab.exercise import exercise_path, load, plug_of
 from minivllm_lab.marks import lesson_page
-from minivllm_lab.plugged import rows_of, serve
 
 NUMBERS = sorted(path.name[:2] for path in (REPOSITORY / "lessons" / "exercises").glob("[0-9][0-9]_*.py"))
 

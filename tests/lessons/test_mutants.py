@@ -9,7 +9,7 @@ import re
 import pytest
 from refusals import assert_refused
 
-from minivllm_lab.mutants import load_mutant, mutant_source
+from minivllm_lab.checks.mutants import load_mutant, mutant_source
 
 SOURCE = """
 def other(x):

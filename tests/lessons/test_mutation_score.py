@@ -12,9 +12,9 @@ from lessons.harness import assert_caught, nearest_first, script_path
 from lessons.mistakes import mutants_of
 
 from minivllm.errors import MinivllmError
+from minivllm_lab.checks.mutants import load_mutant
 from minivllm_lab.exercise import checks_of
 from minivllm_lab.museum.exhibits import exhibits
-from minivllm_lab.mutants import load_mutant
 
 LEAST_MUTANTS = 10
 FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().values() if one.solution}

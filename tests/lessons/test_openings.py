@@ -7,9 +7,9 @@ import openings
 import pytest
 from refusals import assert_refused
 
-from minivllm_lab.drawing import svg, text
-from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import opening
+from minivllm_lab.pictures.drawing import svg, text
+from minivllm_lab.pictures.frames import Frames
 
 EVERY_OPENING = pytest.mark.parametrize("name", openings.names())
 

@@ -20,7 +20,7 @@ from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, ra
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import QuantizedLinearMethod
 from minivllm.models.quantized_checkpoint import packed_format
-from minivllm_lab.inside import core_of, runner_of
+from minivllm_lab.engines.inside import core_of, runner_of
 
 HF = json.loads((EMBEDDED_MODEL / "config.json").read_text())
 HF = {**HF, "num_hidden_layers": 2, "dtype": "float32"}

@@ -55,7 +55,7 @@ def result(load: OpenLoad, placed: PlacedModel = ONE) -> OpenRun:
 def test_stretches_give_what_single_steps_give(rate: float):
     run = served(rate)
     work = [SimulatedRequest(256, 64, at) for at in gamma_arrivals(rate, 240, seed=3)]
-    exact = simulate(work, *ONE.configs(ROOM), ONE.cost).requests[:120]
+    exact = simulate(work, Scheduler(*ONE.configs(ROOM)), ONE.cost).requests[:120]
     assert run.ttfts == pytest.approx(sorted(request.ttft for request in exact), rel=0.02, abs=1e-4)
     assert run.tpots == pytest.approx(sorted(request.tpot for request in exact), rel=0.01)
     assert all(stay.ended and stay.tokens == 64 for stay in run.stays)
@@ -98,7 +98,7 @@ def test_more_than_the_mean_work_allows_makes_the_queue_grow_and_less_does_not(p
     placed = replace(ONE, layout=Layout(tp, 1, 1))
     steady = placed.steady(prompt, 64, placed.kv_tokens())
     for share, grows in ((0.7, False), (1.3, True)):
-        rate = share * steady.capacity
+        rate = share * steady.capacity()
         run = served(rate, prompt, at_start=round(steady.batch(rate)), placed=placed)
         assert (run.queue > 0.05 * run.come) is grows, (share, run.queue, run.come)
 
@@ -117,7 +117,7 @@ def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
 def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
     """Early requests of a short run would otherwise find an emptier engine than later ones."""
     steady = ONE.steady(64, 256, ONE.kv_tokens())
-    rate = 0.6 * steady.capacity
+    rate = 0.6 * steady.capacity()
     empty, full = (served(rate, 64, 256, at_start=n) for n in (0, round(steady.batch(rate))))
     expected = steady.batch(rate)
     assert full.request_seconds / full.end == pytest.approx(expected, rel=0.1)

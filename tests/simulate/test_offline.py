@@ -10,6 +10,7 @@ from simulate.linear_cost import LinearCost
 from simulate.test_virtual_clock import workloads
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.offline import run_offline
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
@@ -22,7 +23,7 @@ COST = LinearCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
 def test_the_steps_are_those_of_the_simulation(case, num_drafts, shape_of):
     work, config, blocks = case
     config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
-    single = simulate(work, config, blocks, COST, acceptance=0.5, shape_of=shape_of)
+    single = simulate(work, Scheduler(config, blocks), COST, acceptance=0.5, shape_of=shape_of)
     result = run_offline(work, config, blocks, acceptance=0.5, shape_of=shape_of)
     shapes = [stretch.at(index) for stretch in result.stretches for index in range(stretch.steps)]
     assert shapes == [step.shape for step in single.steps]

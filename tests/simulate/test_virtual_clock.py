@@ -3,7 +3,6 @@ forward.
 """
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -81,7 +80,7 @@ def replayed(work, config, blocks, simulation):
 @settings(max_examples=25, deadline=None)
 def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
     work, config, blocks = case
-    simulation = simulate(work, config, blocks, COST)
+    simulation = simulate(work, Scheduler(config, blocks), COST)
     expected = replayed(work, config, blocks, simulation)
     assert [(list(step.scheduled.items()), step.preempted) for step in simulation.steps] == [
         (list(new.items()), preempted) for new, preempted in expected
@@ -92,7 +91,7 @@ def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
 @settings(max_examples=25, deadline=None)
 def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(case):
     work, config, blocks = case
-    simulation = simulate(work, config, blocks, COST)
+    simulation = simulate(work, Scheduler(config, blocks), COST)
     assert [len(request.token_times) for request in simulation.requests] == [request.output_tokens for request in work]
     for request, spec in zip(simulation.requests, work, strict=True):
         assert request.token_times == sorted(set(request.token_times)), "one token a step"
@@ -117,7 +116,7 @@ def test_every_token_comes_once_within_the_limits_and_time_only_goes_forward(cas
 
 def test_the_clock_jumps_over_idle_time_and_throughput_counts_from_the_first_arrival():
     work = [SimulatedRequest(1, 1, arrival=100.0), SimulatedRequest(1, 1, arrival=500.0)]
-    simulation = simulate(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST)
+    simulation = simulate(work, Scheduler(SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4)), COST)
     assert [step.start for step in simulation.steps] == [100.0, 500.0]
     assert simulation.ttfts == pytest.approx([1.11, 1.11])
     assert simulation.throughput == pytest.approx(2 / 401.11)
@@ -127,8 +126,9 @@ def test_equal_prompts_hit_the_prefix_cache_and_made_up_ones_do_not():
     config, blocks = SchedulerConfig(max_model_len=64), CacheConfig(num_gpu_blocks=40, block_size=4)
     shared = [SimulatedRequest(17, 2, arrival, prompt_token_ids=list(range(17))) for arrival in (0.0, 50.0)]
     own = [SimulatedRequest(17, 2, arrival) for arrival in (0.0, 50.0)]
-    assert [request.num_cached_tokens for request in simulate(shared, config, blocks, COST).requests] == [0, 16]
-    assert [request.num_cached_tokens for request in simulate(own, config, blocks, COST).requests] == [0, 0]
+    for work, hits in ((shared, [0, 16]), (own, [0, 0])):
+        run = simulate(work, Scheduler(config, blocks), COST)
+        assert [request.num_cached_tokens for request in run.requests] == hits
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 1))
@@ -156,8 +156,8 @@ SMALL = SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9)
     ids=str,
 )
 def test_a_workload_that_cannot_run_is_refused(work, about):
-    assert_refused(about, simulate, work, *SMALL, COST)
-    assert_refused(about, list, simulate_in_parts(work, *SMALL, COST, steps=1))
+    assert_refused(about, simulate, work, Scheduler(*SMALL), COST)
+    assert_refused(about, list, simulate_in_parts(work, Scheduler(*SMALL), COST, steps=1))
 
 
 def test_a_percentile_of_nothing_or_beyond_all_is_refused():
@@ -169,7 +169,7 @@ def test_a_percentile_of_nothing_or_beyond_all_is_refused():
 @settings(max_examples=40, deadline=None)
 def test_everybody_keeps_a_seat_until_he_leaves(case):
     work, config, blocks = case
-    steps = [list(step.scheduled) for step in simulate(work, config, blocks, COST).steps]
+    steps = [list(step.scheduled) for step in simulate(work, Scheduler(config, blocks), COST).steps]
     rows = assign_seats(steps, config.max_num_seqs)
     assert len(rows) == config.max_num_seqs
     for index, step in enumerate(steps):
@@ -191,7 +191,7 @@ def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
         SimulatedRequest(len(first), 8, 1.0, prompt_token_ids=first),
     ]
     blocks = CacheConfig(num_gpu_blocks=20, block_size=4)
-    run = simulate(work, SchedulerConfig(max_model_len=64), blocks, COST)
+    run = simulate(work, Scheduler(SchedulerConfig(max_model_len=64), blocks), COST)
     later, earlier = run.requests
     assert later.arrival == pytest.approx(earlier.token_times[-1] + 2.5)
     assert min(later.token_times) > later.arrival
@@ -205,7 +205,7 @@ def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance
     work, config, blocks = case
     config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
     blocks = replace(blocks, num_gpu_blocks=blocks.num_gpu_blocks + 1)  # for the drafts of the longest request
-    run = simulate(work, config, blocks, COST, acceptance=acceptance)
+    run = simulate(work, Scheduler(config, blocks), COST, acceptance=acceptance)
     assert [len(request.token_times) for request in run.requests] == [request.output_tokens for request in work]
     assert max(step.shape.num_tokens for step in run.steps) <= config.max_num_batched_tokens
     for request in run.requests:
@@ -220,14 +220,15 @@ def test_accepted_drafts_are_as_many_as_the_acceptance_says():
     """
     work = [SimulatedRequest(4, 4001)]
     config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))
-    run = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
+    blocks = CacheConfig(num_gpu_blocks=600)
+    run = simulate(work, Scheduler(config, blocks), COST, acceptance=0.6)
     assert 4000 / (len(run.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
-    assert_refused("acceptance", simulate, work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=1.2)
+    assert_refused("acceptance", simulate, work, Scheduler(config, blocks), COST, acceptance=1.2)
 
 
 def test_without_a_cache_a_step_computes_all_that_was_computed_before():
     work, blocks = [SimulatedRequest(5, 4)], CacheConfig(num_gpu_blocks=9, enable_prefix_caching=False)
-    run = simulate(work, SchedulerConfig(max_model_len=16), blocks, COST, shape_of=StepShape.without_cache)
+    run = simulate(work, Scheduler(SchedulerConfig(max_model_len=16), blocks), COST, shape_of=StepShape.without_cache)
     assert [step.shape.num_tokens for step in run.steps] == [5, 6, 7, 8]
     assert [step.shape.num_pairs for step in run.steps] == [15, 21, 28, 36]
     assert [step.scheduled["0"] for step in run.steps] == [5, 1, 1, 1]
@@ -239,14 +240,15 @@ def test_no_arrival_and_no_step_is_before_time_zero(seconds):
         words = r"arrival is .*; it must be 0 seconds or more"
         assert_refused(words, SimulatedRequest, 1, 1, arrival=arrival)
     cost = SimpleNamespace(seconds=lambda shape: seconds)
-    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], *SMALL, cost)
+    assert_refused("the cost model returns", simulate, [SimulatedRequest(1, 2)], Scheduler(*SMALL), cost)
 
 
 @given(workloads(), st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
 def test_a_simulation_in_parts_is_the_same_as_one_in_one_go(case, steps):
-    *pauses, last = simulate_in_parts(*case, COST, steps=steps)
-    whole = simulate(*case, COST)
+    work, *configs = case
+    *pauses, last = simulate_in_parts(work, Scheduler(*configs), COST, steps=steps)
+    whole = simulate(work, Scheduler(*configs), COST)
     assert last == whole
     assert pauses == [None] * -(-len(whole.steps) // steps)
 
@@ -259,15 +261,12 @@ def test_lengths_that_are_no_counts_are_refused():
 def test_the_scheduler_is_asked_when_something_changes():
     asked = []
 
-    def counted(*configs):
-        scheduler = Scheduler(*configs)
-        schedule = scheduler.schedule
-        scheduler.schedule = lambda: asked.append(1) or schedule()
-        return scheduler
-
     work = [SimulatedRequest(4, 100), SimulatedRequest(4, 60, 30.0)]
     config, blocks = SchedulerConfig(max_model_len=128), CacheConfig(num_gpu_blocks=3, block_size=128)
-    run = simulate(work, config, blocks, COST, scheduler=counted)
+    scheduler = Scheduler(config, blocks)
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda: asked.append(1) or schedule()
+    run = simulate(work, scheduler, COST)
     assert len(run.steps) == 100
     assert len(asked) == 4  # two prompts, two ends
 
@@ -280,5 +279,5 @@ def test_another_scheduler_can_decide():
 
     policy = SchedulingPolicy(schedule=one_at_a_time)
     config, blocks = SchedulerConfig(max_model_len=16, max_num_seqs=4), CacheConfig(num_gpu_blocks=12, block_size=4)
-    run = simulate([SimulatedRequest(4, 3)] * 3, config, blocks, COST, scheduler=partial(Scheduler, policy=policy))
+    run = simulate([SimulatedRequest(4, 3)] * 3, Scheduler(config, blocks, policy), COST)
     assert {len(step.scheduled) for step in run.steps} == {1}

@@ -11,7 +11,7 @@ from e2e.browser import Visit, faultless, serious_violations
 from lessons.page_solutions import ROOT, mutants, solution
 from playwright.sync_api import Browser, BrowserContext, expect
 
-from minivllm_lab.checking import checks_in, module_from, run_check
+from minivllm_lab.checks.checking import checks_in, module_from, run_check
 
 pytestmark = pytest.mark.browser
 EXERCISES = site_exercises.exercises(ROOT)

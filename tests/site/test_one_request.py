@@ -10,9 +10,8 @@ import record_request
 import site_request
 from repository import ROOT
 
-from minivllm import LLM, SamplingParams
-from minivllm.lora.request import LoRARequest
-from minivllm_lab.step_recording import read_recording
+from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm_lab.engines.step_recording import read_recording
 
 SOURCE = (ROOT / site_request.PAGE).read_text()
 ADDRESS = site_request.PAGE.replace(".md", ".html")

@@ -126,7 +126,7 @@ def patterns(stem: str) -> list[re.Pattern[str]]:
     """Return a pattern for each message in an exercise's checks, and in the lab's parts that they use: its
     literal pieces are groups, and what it inserts may be anything.
     """
-    lab = (ROOT / "vllm" / "minivllm_lab" / f"{name}.py" for name in ("kernel_trace", "virtual_loop"))
+    lab = (ROOT / "vllm" / "minivllm_lab" / "checks" / f"{name}.py" for name in ("kernel_trace", "virtual_loop"))
     found: list[list[str]] = []
     for node in (node for path in (*checks_paths(stem[:2]), *lab) for node in ast.walk(ast.parse(path.read_text()))):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]

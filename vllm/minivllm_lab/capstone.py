@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
 from minivllm_lab.cli import Parser, run
+from minivllm_lab.engines.over_http import Client, Load, serve_load
 from minivllm_lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
-from minivllm_lab.over_http import Client, Load, serve_load
 from minivllm_lab.progress import working
 from minivllm_lab.tables import console, table
 

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.checking import Check, CheckResult, checks_in, module_from, run_check
+from minivllm_lab.checks.checking import Check, CheckResult, checks_in, module_from, run_check
+from minivllm_lab.checks.reach import joined, names_in, reached
 from minivllm_lab.cli import Parser, run
 from minivllm_lab.progress import track, working
-from minivllm_lab.reach import joined, names_in, reached
 from minivllm_lab.tables import console, table
 
 if TYPE_CHECKING:
-    from minivllm_lab.plugged import Plugged
+    from minivllm_lab.checks.plugged import Plugged
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXERCISES = REPOSITORY / "lessons" / "exercises"
@@ -101,7 +101,7 @@ def run_plugged(number: str | int, module: ModuleType) -> bool:
     plug = plug_of(number)
     if plug is None:
         return True
-    from minivllm_lab.plugged import compare  # the checks alone need no engine
+    from minivllm_lab.checks.plugged import compare  # the checks alone need no engine
 
     with working("the engine with your part and without"):
         return compare(plug(module))

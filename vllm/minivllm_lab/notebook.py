@@ -20,9 +20,9 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 
+from minivllm_lab.checks.reach import names_in, reached
 from minivllm_lab.cli import log_warnings_only
 from minivllm_lab.progress import working
-from minivllm_lab.reach import names_in, reached
 from minivllm_lab.tables import console
 
 MAGIC, MODULE = "exercise", "mine"

@@ -119,14 +119,9 @@ class RooflineCost:
 
     @classmethod
     def of(
-        cls,
-        model: ModelConfig,
-        hardware: Hardware,
-        dtype: str = "auto",
-        kv_dtype: str = "auto",
-        tp: int = 1,
+        cls, model: ModelConfig, hardware: Hardware, dtype: str = "auto", kv_dtype: str = "auto", tp: int = 1,
         **more: float,
-    ) -> RooflineCost:
+    ) -> RooflineCost:  # fmt: skip
         """Return the cost of a model on each of `tp` equal GPUs; the traffic between them is not
         counted.
 

@@ -13,7 +13,6 @@ seats; weights and caches are spread over all GPUs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,10 +24,9 @@ from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.levers import SERVING, LeverCost
 from minivllm_simulate.memory import memory_ledger, weight_bytes
+from minivllm_simulate.steady import Steady
 
 MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
-GRID = 16
-"""Batch sizes that are looked at for the best one."""
 HANDOVER_SECONDS = 1e-5
 """The time of sending hidden states from one stage to the next, beyond their bytes: assumed to be
 that of an all-reduce.
@@ -133,67 +131,4 @@ class PlacedModel:
 
     def steady(self, prompt: float, output: float, kv_tokens: int) -> Steady:
         """Return the equilibrium of one group for requests with these mean lengths."""
-        room = min(self.places, kv_tokens / (prompt + output), TOKEN_BUDGET / (1 + prompt / output))
-        return Steady(self.cost, prompt, output, max(1.0, room))
-
-
-@dataclass(frozen=True)
-class Steady:
-    """A batch in equilibrium, where as many requests join in a step as leave; it averages what the
-    scheduler does.
-
-    A request stays for `output` steps. So of `batch` requests, batch / output end in a step, as
-    many join, and the prompts of those are computed.
-    """
-
-    cost: PlacedCost
-    prompt: float
-    output: float
-    most: float
-    """Requests at once: places, cache or a step's token budget end there."""
-
-    def step_seconds(self, batch: float) -> float:
-        """Return the mean seconds of a step with `batch` requests; some steps have prompts, others
-        have none (Poisson).
-        """
-        joining = batch / self.output
-        none = math.exp(-joining)
-        if none == 1:
-            return self._seconds(batch, 0)
-        return none * self._seconds(batch, 0) + (1 - none) * self._seconds(batch, joining / (1 - none) * self.prompt)
-
-    def _seconds(self, batch: float, prefill: float) -> float:
-        keys = batch * (self.prompt + self.output / 2) + prefill
-        pairs = batch * (self.prompt + self.output / 2) + prefill * self.prompt / 2
-        counts = (round(count) for count in (batch, batch + prefill, keys, pairs))
-        return self.cost.seconds(StepShape(*counts))
-
-    def rate(self, batch: float) -> float:
-        """Return the requests per second that a batch of this size serves."""
-        return batch / (self.output * self.step_seconds(batch))
-
-    @property
-    def capacity(self) -> float:
-        """The maximum requests per second that it sustains; above that, the queue grows without
-        bound.
-        """
-        return max(map(self.rate, self._batches()))
-
-    def batch(self, rate: float) -> float:
-        """Return the number of requests present at this rate, by Little's law, or `most` if the
-        rate is too high.
-        """
-        high = next((batch for batch in self._batches() if self.rate(batch) > rate), None)
-        if high is None:
-            return self.most
-        low = high - self.most / GRID
-        for _ in range(16):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.rate(middle) < rate else (low, middle)
-        return high
-
-    def _batches(self) -> list[float]:
-        """Return batch sizes up to the largest, which need not be the fastest, since a step too
-        large for a CUDA graph is slower.
-        """
-        return [self.most * share / GRID for share in range(1, GRID + 1)]
+        return Steady.within(self.cost, prompt, output, seats=self.places, kv_tokens=kv_tokens, budget=TOKEN_BUDGET)

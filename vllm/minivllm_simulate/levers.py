@@ -217,15 +217,15 @@ class LeverCost:
     def of(cls, levers: Levers, model: ModelConfig, gpu: Hardware) -> LeverCost:
         """Return the cost of these levers; `model` is the result of `lever_model`."""
         tp, size = levers.tensor_parallel, WEIGHT_BYTES[levers.weight_bits]
+        plain = RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp)
         roofline = replace(
-            RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
+            plain,
             weight_bytes=lever_weight_bytes(levers, model),
             vision_bytes=size * parameter_groups(model, tp).get("vision", 0),
             expert_bytes=size * routed_parameters(model, tp),
+            # Each draft is verified, so each goes through the head as the sampled token does.
+            flops_per_request=plain.flops_per_request * (1 + levers.speculative_tokens),
         )
-        # Each draft is verified, so each goes through the head as the sampled token does.
-        verified = roofline.flops_per_request * (1 + levers.speculative_tokens)
-        roofline = replace(roofline, flops_per_request=verified)
         heads = model.num_attention_heads // tp
         gathers = levers.kv_cache and levers.paging and not levers.flash_attention
         full_width = RooflineCost.of(model, gpu, kv_dtype=serving_dtype(model), tp=tp).kv_bytes_per_token

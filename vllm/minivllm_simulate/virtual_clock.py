@@ -9,12 +9,11 @@ so print its error beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.config.checks import is_number, positive_count, require
 from minivllm.core.policy import running_then_waiting
 from minivllm.core.request import Request
@@ -147,47 +146,40 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-MakeScheduler = Callable[[SchedulerConfig, CacheConfig], Scheduler]
-
-
 def simulate(
-    workload: Sequence[SimulatedRequest], scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost,
-    max_steps: int | None = None, *, acceptance: float = 0.0, shape_of: ShapeOf = StepShape.of,
-    scheduler: MakeScheduler = Scheduler,
+    workload: Sequence[SimulatedRequest], scheduler: Scheduler, cost: Cost, max_steps: int | None = None, *,
+    acceptance: float = 0.0, shape_of: ShapeOf = StepShape.of,
 ) -> Simulation:  # fmt: skip
     """Run a workload to completion, or for `max_steps` steps.
 
     Args:
         workload: the requests.
-        scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every
-            running request has that many drafts in every step.
+        scheduler: a new one; its `SchedulingPolicy` may decide otherwise. With
+            `drafting.num_speculative_tokens` above 0, every running request has that many drafts in
+            every step.
         cost: how long a step of some shape takes. Drafting takes no time.
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
-        scheduler: makes the scheduler; `partial(Scheduler, policy=...)` makes one that decides
-            otherwise.
 
     Raises:
         MinivllmError: the workload is empty or waits for a request that never comes, `acceptance`
             is outside [0, 1], the scheduler rejects a request (too long for pool or model), or a
             cost is negative or not finite.
     """
-    built = scheduler(scheduler_config, cache_config)
-    return _Simulator(workload, built, cost, acceptance, shape_of).run(max_steps)
+    return _Simulator(workload, scheduler, cost, acceptance, shape_of).run(max_steps)
 
 
 def simulate_in_parts(
-    workload: Sequence[SimulatedRequest], scheduler_config: SchedulerConfig, cache_config: CacheConfig, cost: Cost,
-    *, steps: int, scheduler: MakeScheduler = Scheduler,
-) -> Iterator[Simulation | None]:  # fmt: skip
+    workload: Sequence[SimulatedRequest], scheduler: Scheduler, cost: Cost, *, steps: int
+) -> Iterator[Simulation | None]:
     """Run `simulate` with a pause after every `steps` steps: yield None at each pause, and the
     result at the end.
 
     Raises:
         MinivllmError: for the same reasons as `simulate`.
     """
-    simulator = _Simulator(workload, scheduler(scheduler_config, cache_config), cost)
+    simulator = _Simulator(workload, scheduler, cost)
     while simulator.has_work():
         simulator.run(len(simulator.steps) + steps)
         yield None

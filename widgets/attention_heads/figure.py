@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from minivllm_lab.drawing import Point, ink_on, text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import Point, ink_on, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Place, State, Use
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, tokens
 from widgets.shell.strip import draw_title

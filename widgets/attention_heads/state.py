@@ -19,7 +19,7 @@ from minivllm_lab.attention_heads.siblings import (
     with_kv_heads,
     with_latent,
 )
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import UTILIZATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, VERMILLION
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import CHAT

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from minivllm_lab.drawing import Point, text_width
-from minivllm_lab.palette import BLUE, INK, ORANGE
+from minivllm_lab.pictures.drawing import Point, text_width
+from minivllm_lab.pictures.palette import BLUE, INK, ORANGE
 from minivllm_simulate.cost_model import StepShape
 from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, State, share, title
 from widgets.continuous_batching.runs import REQUESTS, Stay
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, seconds

@@ -12,17 +12,17 @@ import random
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import groupby
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import DEFAULT_POLICY
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.continuous_batching.learner_policy import Schedule, learner_policy
 from minivllm_lab.continuous_batching.seats import assign_seats
 from minivllm_simulate.cost_model import RooflineCost, StepShape
@@ -200,9 +200,7 @@ class Experiment:
         if key not in self._begun:
             steps = math.ceil(3 * self.window / _cost().seconds(StepShape(1, 1, 1, 1)))
             with self._bound(policy):
-                run = simulate(
-                    self._work(load), self._config(policy), CACHE, _cost(), steps, scheduler=self._scheduler(policy)
-                )
+                run = simulate(self._work(load), self._scheduler(policy), _cost(), steps)
             self._begun[key] = run.steps
         return self._begun[key]
 
@@ -219,9 +217,7 @@ class Experiment:
 
     def _served(self, policy: str, load: float) -> Generator[None, None, Simulation]:
         """Serve all requests under this policy, pausing every few milliseconds of work."""
-        parts = simulate_in_parts(
-            self._work(load), self._config(policy), CACHE, _cost(), steps=PAUSE, scheduler=self._scheduler(policy)
-        )
+        parts = simulate_in_parts(self._work(load), self._scheduler(policy), _cost(), steps=PAUSE)
         most = sum(request.total for request in self.lengths)  # each useful step advances a request by a token
         for _ in range(2 + most // PAUSE):
             with self._bound(policy):
@@ -269,9 +265,9 @@ class Experiment:
             static_batching=policy == "static",
         )
 
-    def _scheduler(self, policy: str) -> Callable[[SchedulerConfig, CacheConfig], Scheduler]:
+    def _scheduler(self, policy: str) -> Scheduler:
         own = self.schedule if policy != "static" else None
-        return partial(Scheduler, policy=learner_policy(own) if own else DEFAULT_POLICY)
+        return Scheduler(self._config(policy), CACHE, learner_policy(own) if own else DEFAULT_POLICY)
 
     def _bound(self, policy: str) -> AbstractContextManager[None]:
         own = self.schedule and policy != "static"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import GREEN, INK, PALE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.palette import GREEN, INK, PALE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens

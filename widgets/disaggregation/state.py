@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
+from minivllm_lab.disaggregation.goodput import BOUND_BY, SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
@@ -36,8 +36,6 @@ START = {
     "rate": 56.0, "prefill": 2, "decode": 2, "link": "400 Gb/s", "layer_wise": False, "ttft": 0.2, "tpot": 0.0075,
     "budget": TUNED, "model": "Llama-3.1-8B", "gpu": "H100", "prompt": 1024, "output": 128,
 }  # fmt: skip
-CAUSES = {"prefill": "queue", "link": "link", "decode": "tpot", "both": "ttft"}
-"""The name that `Served.cause` gives to a part that is always busy."""
 LATE_IN = {"queue": "prefill", "prefill": "prefill", "link": "link"}
 """The part of two pools where it goes wrong; all other causes are in decode."""
 
@@ -149,7 +147,7 @@ class Side:
         """
         if self.share(rate) < SHARE:
             return self.points[rate].cause(self.objective)
-        return CAUSES[min(self.bounds, key=self.bounds.__getitem__)]
+        return BOUND_BY[min(self.bounds, key=self.bounds.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -224,16 +222,10 @@ class Experiment:
             return patient(self.system.serve(self.work, rate), "your connector")
         return self.system.serve(self.work, rate)
 
-    def _bounds(self, objective: Objective) -> dict[str, float]:
-        if isinstance(self.system, Disaggregated):
-            return self.system.bounds(self.work, objective)
-        return {"both": self.system.bound(self.work, objective)}
-
     def step(self, rate: float) -> Step:
         """Return a step of one of the GPUs that decode, at this rate."""
         system, placed = self.system, self.system.placed
-        batches = system.mixed(self.work) if isinstance(system, Colocated) else system.decoding(self.work)
-        batch = max(1.0, batches.batch(rate / (system.gpus - self.prefill)))
+        batch = max(1.0, system.steady(self.work).batch(rate / (system.gpus - self.prefill)))
         cost, chunk = placed.cost.step, min(max(0.0, self.budget - batch), self.work.prompt)
         token = cost.roofline.arithmetic_seconds(cost.roofline.flops_per_token) / cost.matmul_rate
         return Step(batch, chunk, cost.roofline.step_overhead, cost.weight_seconds(round(batch + chunk)), token)
@@ -243,7 +235,9 @@ class Experiment:
         last = self._sides.get(objective)
         searched = self.runs.found
         if last is None:
-            last = Side(self.prefill, self.system.gpus, {}, objective, self._bounds(objective), self.budget)
+            last = Side(
+                self.prefill, self.system.gpus, {}, objective, self.system.bounds(self.work, objective), self.budget
+            )
         if len(last.points) < len(searched):
             last = replace(last, points=dict(searched))
         self._sides[objective] = last

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.flash_attention.attention_traffic import KIB
-from minivllm_lab.palette import GREY, ORANGE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import GREY, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.challenges import NAIVE, compared
 from widgets.flash_attention.scores import draw_ways
 from widgets.flash_attention.walk import EDGE, captions, draw_row, size

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.flash_attention.online_softmax import RunningSoftmax, online_softmax
 
 ROW = Path(__file__).with_name("attention_row.json")

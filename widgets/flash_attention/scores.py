@@ -8,9 +8,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET, Point, text_width
 from minivllm_lab.flash_attention.attention_traffic import flash_programs
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, Point, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.challenges import compared
 from widgets.flash_attention.walk import EDGE, size
 from widgets.shell.plot import VALUE, WIDE, counted, tokens

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.drawing import QUIET, Point, text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, Point, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
 from widgets.shell.plot import Axes, Scale
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN

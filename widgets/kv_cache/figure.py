@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.kv_cache.state import CONTEXTS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room

@@ -17,7 +17,7 @@ from minivllm.config.checks import is_number, require
 from minivllm.memory import KVGroups, MemoryLedger, max_concurrency
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
 from minivllm.memory.kv_layers import FullLayer
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import CONFIGS, HYBRIDS, find_model
 from minivllm_simulate.memory import memory_ledger, num_parameters

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, State

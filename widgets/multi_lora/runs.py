@@ -31,11 +31,12 @@ from minivllm_lab.multi_lora.learner_policy import Admit, learner_policy
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import Layout, PlacedModel, Steady
+from minivllm_simulate.layouts import Layout, PlacedModel
 from minivllm_simulate.load_sweep import Runs
 from minivllm_simulate.memory import memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.simulated_engine import Stretch
+from minivllm_simulate.steady import Steady
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.shell.swept import patient
@@ -323,7 +324,7 @@ class Serving:
         """Return the maximum request rate, per second, with a slot for each adapter; beyond it, the
         queue grows.
         """
-        return self.steady.capacity
+        return self.steady.capacity()
 
     def long_wait(self, slots: int, most: float) -> float:
         """Return the seconds within which the share `most` of the requests gets a slot, if the load

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
-from minivllm_lab.drawing import ink_on, text_width
-from minivllm_lab.palette import GREEN, INK, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.palette import GREEN, INK, SKY, VERMILLION
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
 from widgets.shell.plot import MARGIN, Scale, counted, seconds

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from minivllm_lab.drawing import QUIET, RULE
-from minivllm_lab.palette import BLUE, GREEN, INK, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, RULE
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, SKY, VERMILLION
 from minivllm_simulate.levers import LeverResult
 from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
 from widgets.shell.plot import MARGIN, ROW, VALUE, Axes, Scale, balanced, counted, hidden_note, percent

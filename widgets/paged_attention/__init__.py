@@ -17,7 +17,7 @@ from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.core.block_pool import BlockPool
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched_in_vain, held, moments
 from minivllm_lab.paged_attention.played_pool import Play, play_pool
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload

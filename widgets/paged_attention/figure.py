@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm_lab.drawing import text_width
 from minivllm_lab.paged_attention.played_pool import Frame, Play
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED, WORDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.palette import GREEN, ORANGE, PURPLE
+from minivllm_lab.pictures.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
@@ -84,7 +84,7 @@ def late_words(state: State, span: Span) -> str:
 
 def cause_words(state: State, cause: str, pool: int) -> str:
     """Describe what goes wrong with a pool."""
-    point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity
+    point, load, most = state.points[pool], state.serving.load, state.serving.steady().capacity()
     full = f"pool full on average: this load needs {state.saturation / 1024:,.0f}K tokens, not {tokens(pool)}"
     return {
         "queue": full if load <= most else f"too slow: any pool handles at most {most:.3g} of {load:g} requests/s",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from minivllm_lab.drawing import ink_on, number, text_width
-from minivllm_lab.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.pictures.drawing import ink_on, number, text_width
+from minivllm_lab.pictures.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
 from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
 from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds

@@ -24,11 +24,12 @@ from minivllm_lab.preemption.victims import SwapSpace, victim_rule
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import Link, get_link
-from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel, Steady
+from minivllm_simulate.layouts import Layout, PlacedCost, PlacedModel
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.memory import memory_ledger
 from minivllm_simulate.open_load import OpenEngine, OpenLoad
 from minivllm_simulate.simulated_engine import Stretch
+from minivllm_simulate.steady import Steady
 from minivllm_simulate.virtual_clock import SimulatedRequest
 from minivllm_simulate.workloads import RequestLengths, gamma_arrivals
 from widgets.shell.swept import patient
@@ -297,12 +298,11 @@ class Serving:
 
         The batch is steady, and as large as fits in the pool if each request holds its average.
         """
-        return self.steady(pool / self.held).capacity
+        return self.steady(pool / self.held).capacity()
 
     def steady(self, room: float = SEATS) -> Steady:
         """Return a steady batch with room for this many requests."""
-        most = max(1.0, min(SEATS, room, BUDGET / (1 + self.prompt / self.answer)))
-        return Steady(self.cost, self.prompt, self.answer, most)
+        return Steady.within(self.cost, self.prompt, self.answer, seats=min(SEATS, room), budget=BUDGET)
 
     @cached_property
     def held(self) -> float:

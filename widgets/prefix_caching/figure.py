@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
-from minivllm_lab.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
-from minivllm_lab.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, RULE, number, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
 from widgets.shell.strip import draw_title

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from itertools import product
 
 from minivllm.core.block_hash import HashBlockTokens
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.optimization_catalog.prefix_reuse import BLOCK_SIZE, Load, Reuse, reuse
 from minivllm_lab.optimization_catalog.sharing import Sharing, sharing
 from minivllm_simulate.cost_model import RooflineCost

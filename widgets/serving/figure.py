@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from minivllm_lab.palette import GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
+from minivllm_lab.pictures.palette import GREEN, INK, ORANGE, PALE, PURPLE, SKY, VERMILLION
 from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
 from widgets.serving.state import Served, State

@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm.outputs import CompletionOutput, RequestOutput
-from minivllm_lab.virtual_loop import run_virtual
+from minivllm_lab.checks.virtual_loop import run_virtual
 
 PAUSES = (0.01, 0.1, 1.0)
 """Seconds between two reads."""

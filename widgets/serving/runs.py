@@ -16,9 +16,10 @@ from minivllm.errors import MinivllmError
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.layouts import MAX_MODEL_LEN, TOKEN_BUDGET, Layout, PlacedModel, Steady
+from minivllm_simulate.layouts import MAX_MODEL_LEN, TOKEN_BUDGET, Layout, PlacedModel
 from minivllm_simulate.load_sweep import Runs, within
 from minivllm_simulate.open_load import OpenLoad, OpenRun, run_open
+from minivllm_simulate.steady import Steady
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 COUNTED = 120

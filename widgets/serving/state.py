@@ -231,7 +231,7 @@ class _Sweep:
                 yield runs.run(rate)
         for runs in (runs for runs in (mine, *self.runs) if not runs.refused):
             goodput = self._served(runs).goodput
-            full = runs.steady.capacity * runs.layout.groups
+            full = runs.steady.capacity() * runs.layout.groups
             near = goodput / 4 if goodput > RATES[0] else full
             for index, rate in enumerate(RATES):
                 if rate >= near or index % 3 == 0:
@@ -259,7 +259,7 @@ class _Sweep:
         """Guess the highest rate that the layout handles, from a steady batch."""
         steady = runs.steady
         groups = runs.layout.groups
-        batches = ((rate, steady.batch(rate / groups)) for rate in RATES if rate < 0.95 * steady.capacity * groups)
+        batches = ((rate, steady.batch(rate / groups)) for rate in RATES if rate < 0.95 * steady.capacity() * groups)
         fine = [rate for rate, batch in batches if steady.step_seconds(batch) < 0.98 * self.limits[1]]
         return max(fine, default=RATES[0])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
-from minivllm_lab.checking import CheckResult, checks_in, module_from, run_check
+from minivllm_lab.checks.checking import CheckResult, checks_in, module_from, run_check
 from widgets.shell.live import Live
 from widgets.shell.spec import Spec
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
-from minivllm_lab.drawing import QUIET, Point, number, text_width, wrapped
-from minivllm_lab.palette import INK, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, Point, number, text_width, wrapped
+from minivllm_lab.pictures.palette import INK, VERMILLION
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, text_box
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import text_width
+from minivllm_lab.pictures.drawing import text_width
 from widgets.shell.plot import MARGIN, Scale, seconds
 from widgets.shell.svg import BOLD, HEADING, QUIET, SMALL, Box, Drawing, Segment, legend
 

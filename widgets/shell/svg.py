@@ -25,9 +25,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from html import escape
 
-from minivllm_lab.drawing import BODY, FONT, QUIET, RULE, Point, attributes, ink_on, number, text_width, wrapped
-from minivllm_lab.drawing import points as corners
-from minivllm_lab.palette import INK
+from minivllm_lab.pictures.drawing import (
+    BODY,
+    FONT,
+    QUIET,
+    RULE,
+    Point,
+    attributes,
+    ink_on,
+    number,
+    text_width,
+    wrapped,
+)
+from minivllm_lab.pictures.drawing import points as corners
+from minivllm_lab.pictures.palette import INK
 from widgets.shell.theme import CARD, DARK, MID, WORDS
 
 SMALL, HEADING, NUMBER = 12, 14.5, 26

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import Runs, Span
 from widgets.shell.advice import Rule

@@ -7,8 +7,8 @@ as WCAG 2 AA requires.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, RULE
-from minivllm_lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION, YELLOW
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE
+from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION, YELLOW
 
 CARD = "#FFFFFF"
 MID = "#B5B8BC"

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from minivllm_lab.drawing import text_width
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_lab.speculative_decoding.speculation import Cause
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, figures, hidden_note, percent
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 
 VOCABULARY = ("return", "a", "+", "b", "(", "self")
 PEAK = 2.6

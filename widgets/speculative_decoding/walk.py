@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minivllm_lab.drawing import QUIET, arrow
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.pictures.drawing import QUIET, arrow
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE
 from widgets.shell.plot import MARGIN, counted, figures, percent
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, IDLE, WORDS

@@ -5,7 +5,7 @@ import random
 import weakref
 from dataclasses import dataclass, field
 
-from minivllm_lab.virtual_loop import run_virtual, turns
+from minivllm_lab.checks.virtual_loop import run_virtual, turns
 
 # ---- the collector ---------------------------------------------------------------------------------------------------
 

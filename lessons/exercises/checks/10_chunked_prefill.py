@@ -9,7 +9,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
-from minivllm_lab.predict.workload import recorded, Replay
+from minivllm_lab.predict.workload import configs, recorded, Replay
 
 RECORDED = Path(__file__).parents[3] / "tests" / "conformance" / "data"
 
@@ -185,7 +185,7 @@ def _recorded():
 def check_vllm_decided_the_same(module):
     """In all 12,718 steps of 74 workloads recorded from vLLM v0.33.0, your caps lead to what its scheduler decided."""
     for name, workload, trace in _recorded():
-        served = Replay(workload, partial(Scheduler, policy=_capped(module)))
+        served = Replay(workload, Scheduler(*configs(workload), _capped(module)))
         for step, right in enumerate(trace):
             served.arrive()
             row = served.run()

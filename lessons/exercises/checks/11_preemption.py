@@ -11,7 +11,7 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.predict.workload import recorded, Replay
+from minivllm_lab.predict.workload import configs, recorded, Replay
 from minivllm_lab.preemption.learner_policy import learner_policy
 
 RECORDED = Path(__file__).parents[3] / "tests" / "conformance" / "data"
@@ -283,7 +283,7 @@ def _recorded():
 def check_vllm_decided_the_same(module):
     """In all 53 workloads in which vLLM v0.33.0 was recorded to preempt, 554 times, your loop decides the same."""
     for name, workload, trace in _recorded():
-        served = Replay(workload, partial(Scheduler, policy=_preempting(module)))
+        served = Replay(workload, Scheduler(*configs(workload), _preempting(module)))
         for step, recorded_row in enumerate(trace):
             served.arrive()
             row = served.run()

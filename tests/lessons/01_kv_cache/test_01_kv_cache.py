@@ -16,12 +16,12 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
+from minivllm_lab.checks.mutants import load_mutant
 from minivllm_lab.exercise import load, plug_of
-from minivllm_lab.followed import followed
 from minivllm_lab.kv_cache import cone, opening
 from minivllm_lab.kv_cache.race import race
 from minivllm_lab.kv_cache.reservation import unused_shares
-from minivllm_lab.mutants import load_mutant
+from minivllm_lab.pictures.followed import followed
 from minivllm_simulate.hardware import HARDWARE
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger

@@ -9,8 +9,8 @@ from lessons.harness import script_path
 from lessons.mistakes import mutants_of
 
 from minivllm.core.block_pool import BlockPool
+from minivllm_lab.checks.mutants import load_mutant
 from minivllm_lab.exercise import load
-from minivllm_lab.mutants import load_mutant
 from minivllm_lab.paged_attention.played_pool import MOST_FRAMES, play_pool
 from minivllm_simulate.workloads import RequestLengths
 

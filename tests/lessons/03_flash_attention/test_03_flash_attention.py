@@ -19,13 +19,13 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import INTERPRETED, triton
+from minivllm_lab.checks.kernel_trace import trace_kernel
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import opening, report
 from minivllm_lab.flash_attention.attention_in_model import attend_in_model
 from minivllm_lab.flash_attention.slow_memory import in_slow_memory
 from minivllm_lab.flash_attention.still_pictures import L2_RATES, QUERIES, REACHED
-from minivllm_lab.followed import PROMPT
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.pictures.followed import PROMPT
 from minivllm_simulate.hardware import HARDWARE
 
 lesson = load(script_path("03"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lessons import widget_harness as harness
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
-from minivllm_lab.palette import INK, ORANGE, SKY
+from minivllm_lab.pictures.palette import INK, ORANGE, SKY
 from widgets import flash_attention
 from widgets.flash_attention import SPEC, detail, figure, sweep, verdict
 from widgets.flash_attention.walk import captions

@@ -9,11 +9,11 @@ from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig
+from minivllm_lab.checks.plugged import serve
 from minivllm_lab.continuous_batching import report
 from minivllm_lab.continuous_batching.budget import long_before_chat
 from minivllm_lab.exercise import checks_of, load, plug_of
-from minivllm_lab.followed import followed
-from minivllm_lab.plugged import serve
+from minivllm_lab.pictures.followed import followed
 from minivllm_simulate.cost_model import RooflineCost, StepShape
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model

@@ -12,6 +12,7 @@ from lessons.harness import script_path
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm_lab.exercise import load
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
@@ -35,6 +36,7 @@ def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
     config = SchedulerConfig(
         max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=places, static_batching=True
     )
-    run = simulate([SimulatedRequest(*length) for length in lengths], config, BLOCKS, LinearCost(per_step=1.0))
+    work = [SimulatedRequest(*length) for length in lengths]
+    run = simulate(work, Scheduler(config, BLOCKS), LinearCost(per_step=1.0))
     requests = [lesson.Request(str(i), *length) for i, length in enumerate(lengths)]
     assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())

@@ -13,13 +13,13 @@ from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, scr
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.policy import SchedulingPolicy
+from minivllm_lab.checks.mutants import load_mutant
+from minivllm_lab.checks.plugged import Plugged, serve
 from minivllm_lab.exercise import checks_of, load, plug_of, run_checks
-from minivllm_lab.followed import PROMPT, followed
 from minivllm_lab.marks import pages_of
-from minivllm_lab.mutants import load_mutant
 from minivllm_lab.optimization_catalog import captured, manuals, opening, quantization, report
 from minivllm_lab.optimization_catalog.shared_prefixes import ANSWER_TOKENS
-from minivllm_lab.plugged import Plugged, serve
+from minivllm_lab.pictures.followed import PROMPT, followed
 
 lesson = load(script_path("05"))
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")

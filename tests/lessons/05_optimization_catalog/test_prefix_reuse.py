@@ -29,7 +29,7 @@ loads = st.builds(
 @settings(max_examples=25, deadline=None)
 def test_watching_changes_nothing(load, blocks):
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
-    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + blocks), COST)
+    run = simulate(work, Scheduler(CONFIG, CacheConfig(num_gpu_blocks=1 + blocks)), COST)
     watched = reuse(load, blocks, COST)
     assert watched.found == tuple(request.num_cached_tokens for request in run.requests)
     assert watched.ttfts == tuple(request.ttft for request in run.requests)

@@ -21,7 +21,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm_lab.exercise import load
-from minivllm_lab.followed import PROMPT, followed
+from minivllm_lab.pictures.followed import PROMPT, followed
 from minivllm_lab.serving import raw_clients, report, timelines
 from minivllm_lab.serving.core_places import CoreInLoop
 from minivllm_lab.serving.processes import processes

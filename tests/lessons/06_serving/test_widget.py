@@ -50,7 +50,7 @@ def goodputs(state: widget.State) -> dict[str, float]:
 def test_no_layout_handles_more_than_its_mean_work_allows(tp: int, dp: int):
     """However loose the service level, rate × mean work > capacity breaks, and half of it does not."""
     state = here(tp=tp, dp=dp, ttft=1000.0, tpot=1000.0, rate=1.0)
-    capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity * dp
+    capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity() * dp
     assert state.served.knee is not None
     assert state.served.knee.cause == "queue"
     assert state.served.knee.rate == pytest.approx(capacity, rel=0.15)

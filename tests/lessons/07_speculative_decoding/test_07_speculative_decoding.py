@@ -16,9 +16,9 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.models.loader import load_model
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import serve
 from minivllm_lab.exercise import load, plug_of
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import serve
 from minivllm_lab.speculative_decoding import exactness, opening, pictures, report
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.learner_policy import rejection_of

@@ -18,7 +18,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.request import RequestStatus
 from minivllm_lab.disaggregation import engines, interference, report
 from minivllm_lab.disaggregation.transfer_worker import send_data, until_finished
-from minivllm_lab.disturbed_chats import random_prompt
+from minivllm_lab.engines.disturbed_chats import random_prompt
 from minivllm_lab.exercise import load
 from minivllm_lab.paged_model import PagedModel
 

@@ -147,7 +147,7 @@ def test_a_bound_is_not_below_what_full_steps_come_to():
     for prompt, budget in itertools.product((512, 4096), (64, 128, 192, 256, 512)):
         work, pool = Work(prompt, 32, counted=4), Colocated(LLAMA, H100, 1, budget)
         batch = budget / (1 + prompt / 32)
-        full = pool.mixed(work).seconds(max(1.0, batch))
+        full = pool.steady(work).step_seconds(max(1.0, batch))
         assert pool.bound(work, Objective(1, 1)) >= 0.999 * batch / (32 * full)
 
 

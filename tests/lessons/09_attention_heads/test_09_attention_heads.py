@@ -18,10 +18,10 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.loader import load_model
 from minivllm_lab.attention_heads import absorption, kernel_cases, opening, plan, report
 from minivllm_lab.attention_heads.pooled_heads import pooled_checkpoint
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.engines.inside import core_of
 from minivllm_lab.exercise import load
-from minivllm_lab.followed import followed
-from minivllm_lab.inside import core_of
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.pictures.followed import followed
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 

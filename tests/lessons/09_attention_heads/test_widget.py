@@ -15,7 +15,7 @@ from lessons import widget_harness as harness
 from minivllm.errors import MinivllmError
 from minivllm_lab.attention_heads.siblings import with_kv_heads, with_latent
 from minivllm_lab.exercise import load
-from minivllm_lab.palette import ORANGE, VERMILLION
+from minivllm_lab.pictures.palette import ORANGE, VERMILLION
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger

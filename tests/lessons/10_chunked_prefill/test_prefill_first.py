@@ -1,7 +1,5 @@
 """Prefill first: a step admits whole prompts or decodes, never both."""
 
-from functools import partial
-
 from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
@@ -12,7 +10,6 @@ from minivllm_simulate.virtual_clock import SimulatedRequest, StepRecord, simula
 
 COST = LinearCost(1.0)
 """A second a step."""
-MAKE = partial(Scheduler, policy=PREFILL_FIRST)
 CACHE = CacheConfig(num_gpu_blocks=65, block_size=4, enable_prefix_caching=False)
 
 
@@ -23,7 +20,7 @@ def config(**more) -> SchedulerConfig:
 
 
 def steps(*requests: SimulatedRequest, cache: CacheConfig = CACHE, **more) -> list[StepRecord]:
-    return simulate(requests, config(**more), cache, COST, scheduler=MAKE).steps
+    return simulate(requests, Scheduler(config(**more), cache, PREFILL_FIRST), COST).steps
 
 
 def test_waiting_requests_go_before_running_ones():
@@ -48,7 +45,7 @@ def test_without_room_for_a_waiting_request_it_decodes():
 
 def test_all_requests_end_though_memory_is_short():
     tight = CacheConfig(num_gpu_blocks=6, block_size=4, enable_prefix_caching=False)
-    run = simulate([SimulatedRequest(4, 10)] * 3, config(), tight, COST, scheduler=MAKE)
+    run = simulate([SimulatedRequest(4, 10)] * 3, Scheduler(config(), tight, PREFILL_FIRST), COST)
     assert run.num_preemptions
     assert [len(request.token_times) for request in run.requests] == [10, 10, 10]
 

@@ -122,7 +122,7 @@ def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
         SimulatedRequest(each.prompt_tokens, each.output_tokens, at)
         for each, at in zip(serving.lengths, serving.arrivals, strict=True)
     ]
-    plain = simulate(work, engine.config, engine.cache_config, serving.cost, scheduler=lambda *_: engine)
+    plain = simulate(work, engine, serving.cost)
     seen = plain.requests[: runs.COUNTED]
     gaps = [gap for each in seen for gap in each.itls]
     longest = [max(each.itls) for each in seen]

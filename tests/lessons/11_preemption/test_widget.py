@@ -167,7 +167,7 @@ def test_latencies_and_counts_are_those_of_a_plain_simulation(knobs: dict, monke
         SimulatedRequest(each.prompt_tokens, each.output_tokens, at, int(index % runs.URGENT != 0))
         for index, (each, at) in enumerate(zip(serving.lengths, serving.arrivals, strict=True))
     ]
-    plain = simulate(work, engine.config, engine.cache_config, serving.cost, scheduler=lambda *_: engine)
+    plain = simulate(work, engine, serving.cost)
     one_by_one = runs.Experiment(serving, None, one_by_one=True)
     list(one_by_one.runs.run(pool))
     exact = one_by_one.runs.found[pool]

@@ -13,7 +13,7 @@ from lessons.harness import mistaken, script_path
 
 from lessons import widget_harness as harness
 from minivllm_lab.exercise import load
-from minivllm_lab.palette import SKY
+from minivllm_lab.pictures.palette import SKY
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger

@@ -1,7 +1,4 @@
-"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`).
-
-`minivllm.lora.request` re-exports the class under vLLM's name.
-"""
+"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`)."""
 
 from dataclasses import dataclass
 

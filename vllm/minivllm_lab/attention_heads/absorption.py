@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, swatch, text, tint
-from minivllm_lab.palette import BLUE, ORANGE, PURPLE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.palette import BLUE, ORANGE, PURPLE
 
 WIDTH, HEIGHT = 700, 344
 LATENTS, KEYS, SCORES = ((3, 1), (1, 1)), ((3, 4), (1, 2)), (11, 5)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from minivllm_lab.attention_heads import plan
 from minivllm_lab.attention_heads.absorption import absorption
 from minivllm_lab.attention_heads.siblings import decode_intensity
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.followed import followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
-from minivllm_lab.roofline import Dot, roofline
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
+from minivllm_lab.pictures.roofline import Dot, roofline
 from minivllm_simulate.known_models import known_model
 
 LAYER, KV_HEAD = 2, 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, ORANGE
 from minivllm_simulate.known_models import known_model
 
 WIDTH, HEIGHT = 700, 330

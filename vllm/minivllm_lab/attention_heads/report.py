@@ -23,16 +23,16 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab import palette
 from minivllm_lab.attention_heads.kernel_cases import latent_case
 from minivllm_lab.attention_heads.pooled_heads import Pool, pooled_checkpoint
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
-from minivllm_lab.figures import panels
+from minivllm_lab.engines.quality import decoder_loss
 from minivllm_lab.lesson import LessonCode
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import panels
 from minivllm_lab.progress import track, working
 from minivllm_lab.proof import furthest
-from minivllm_lab.quality import decoder_loss
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.hardware import get_hardware

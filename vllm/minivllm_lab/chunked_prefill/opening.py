@@ -8,16 +8,15 @@ The three pieces are the engine's steps in the scene "long prompt"; the single p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm_lab.chunked_prefill import stall
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.followed import MAX_TOKENS, NAME, Followed, Step, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, INK, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import MAX_TOKENS, NAME, Followed, Step, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, INK, ORANGE
 from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
@@ -112,7 +111,7 @@ def _before(run: Followed) -> list[dict[str, int]]:
     cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
     names = (NAME, LONG)
     work = [SimulatedRequest(len(run.requests[name].prompt), MAX_TOKENS, at) for at, name in enumerate(names)]
-    steps = simulate(work, limits, cache, UnitCost(), scheduler=partial(Scheduler, policy=PREFILL_FIRST)).steps
+    steps = simulate(work, Scheduler(limits, cache, PREFILL_FIRST), UnitCost()).steps
     return [{names[int(index)]: tokens for index, tokens in step.scheduled.items()} for step in steps]
 
 

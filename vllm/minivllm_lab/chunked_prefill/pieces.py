@@ -18,9 +18,9 @@ from torch import Tensor
 from minivllm.config import CacheConfig, ModelConfig
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm_lab.chunked_prefill.kernel_cases import BLOCK_SIZE, mixed_case
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
+from minivllm_lab.engines.recording import bare_engine, own_clock, record_run
 from minivllm_lab.lesson import LessonCode
-from minivllm_lab.recording import bare_engine, own_clock, record_run
 from minivllm_lab.tables import console, record_table
 from minivllm_lab.timing import in_turns
 from minivllm_simulate.memory import num_parameters

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.config import Parts
-from minivllm_lab import palette
 from minivllm_lab.chunked_prefill.prefill_first import PREFILL_FIRST
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.disturbed_chats import CHATS, LONG, MAX_MODEL_LEN, disturb, latencies
-from minivllm_lab.figures import SMALL_TEXT, panels
+from minivllm_lab.engines.disturbed_chats import CHATS, LONG, MAX_MODEL_LEN, disturb, latencies
 from minivllm_lab.lesson import LessonCode
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.tables import Timed, closing, console, record_table
 from minivllm_simulate.cost_model import RooflineCost, StepShape

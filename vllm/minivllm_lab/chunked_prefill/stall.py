@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, legend, line, rect, svg, text
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, legend, line, rect, svg, text
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm_simulate.hardware import get_hardware
 
 WIDTH, TOP, BAR = 700, 62, 30

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text
-from minivllm_lab.followed import followed
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
+from minivllm.core.scheduler import Scheduler
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text
+from minivllm_lab.pictures.followed import followed
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
 from minivllm_simulate.cost_model import UnitCost
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
@@ -26,7 +27,7 @@ def long_before_chat() -> list[dict[str, int]]:
     """Return the engine's steps for a prompt of 20 tokens and a chat that arrived just after it."""
     limits = SchedulerConfig(max_model_len=64, max_num_batched_tokens=BUDGET, long_prefill_token_threshold=THRESHOLD)
     work = [SimulatedRequest(20, 3), SimulatedRequest(3, 4)]
-    run = simulate(work, limits, CacheConfig(num_gpu_blocks=100), UnitCost())
+    run = simulate(work, Scheduler(limits, CacheConfig(num_gpu_blocks=100)), UnitCost())
     return [{("long", "chat")[int(index)]: tokens for index, tokens in step.scheduled.items()} for step in run.steps]
 
 

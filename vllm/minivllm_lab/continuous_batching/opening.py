@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from minivllm_lab.continuous_batching import budget
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, swatch, text, tint
-from minivllm_lab.followed import Followed, Row, Step, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.followed import Followed, Row, Step, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE
 
 WIDTH, HEIGHT = 700, 350
 LEFT, CELL, TALL = 72, 51, 30

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm_lab import palette
+from minivllm.core.scheduler import Scheduler
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import panels
+from minivllm_lab.engines.recording import bare_engine, record_run
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import refusal
-from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.cost_model import Cost, RooflineCost
 from minivllm_simulate.hardware import get_hardware
@@ -114,7 +115,7 @@ def long_prompt(budget: int, cache: CacheConfig, cost: Cost) -> dict[str, float]
     """
     work = [SimulatedRequest(128, 200)] * 16 + [SimulatedRequest(4096, 16, arrival=0.5)]
     config = SchedulerConfig(max_model_len=8192, max_num_batched_tokens=budget)
-    *chats, prompt = simulate(work, config, cache, cost).requests
+    *chats, prompt = simulate(work, Scheduler(config, cache), cost).requests
     gaps = [gap for chat in chats for gap in chat.itls]
     return {"usual_gap": statistics.median(gaps), "longest_gap": max(gaps), "ttft": prompt.ttft}
 

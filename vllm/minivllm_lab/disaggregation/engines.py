@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minivllm_lab.disaggregation.transfer_worker import until_finished
-from minivllm_lab.disturbed_chats import random_prompt
+from minivllm_lab.engines.disturbed_chats import random_prompt
 from minivllm_lab.paged_model import PagedModel, decoder_of
 from minivllm_lab.tables import console, heading, record_table
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,12 +29,15 @@ from minivllm_simulate.hardware import Hardware
 from minivllm_simulate.kv_links import Link
 from minivllm_simulate.layouts import BLOCK_SIZE, PLACES, Layout, PlacedModel
 from minivllm_simulate.open_load import OpenLoad, finished, run_open
+from minivllm_simulate.steady import Steady
 from minivllm_simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 SHARE = 0.9
 """Share of the requests that must be in time."""
 PREFILL_BUDGET = 2048
 """Tokens of a prefilling engine's step: with more, prompts would only wait for one another."""
+BOUND_BY = {"prefill": "queue", "link": "link", "decode": "tpot", "both": "ttft"}
+"""What is late where a part is always busy; the names are those of `Served.cause`."""
 COUNTED = 200
 SEED = 8
 
@@ -129,12 +133,25 @@ class Served(NamedTuple):
         return statistics.mean(client.parts[part] for client in self.clients)
 
 
-class _OneGpuEngines:
+class _OneGpuEngines(ABC):
     """Engines on one GPU each."""
 
     model: ModelConfig
     gpu: Hardware
     cost: Cost | None
+
+    @abstractmethod
+    def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
+        """Return the rate at which each part is always busy: a key of BOUND_BY."""
+
+    def bound(self, work: Work, objective: Objective) -> float:
+        """Return the lowest of `bounds`."""
+        return min(self.bounds(work, objective).values())
+
+    def bound_by(self, work: Work, objective: Objective) -> str:
+        """Return what is late beyond the bound: a value of BOUND_BY."""
+        bounds = self.bounds(work, objective)
+        return BOUND_BY[min(bounds, key=bounds.__getitem__)]
 
     @cached_property
     def placed(self) -> PlacedModel:
@@ -171,6 +188,11 @@ class Disaggregated(_OneGpuEngines):
         """The number of GPUs in both pools."""
         return self.prefill + self.decode
 
+    @property
+    def simulated_gpus(self) -> int:
+        """The GPUs that serve a run's requests: all of them."""
+        return self.gpus
+
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
         """Serve requests that arrive at random, on average `rate` per second."""
         load = self.load(work, rate)
@@ -181,7 +203,7 @@ class Disaggregated(_OneGpuEngines):
         """Draw random arrivals, and start with as many requests as are being decoded at this rate
         on average.
         """
-        in_decode = self.decode * self.decoding(work).batch(rate / self.decode)
+        in_decode = self.decode * self.steady(work).batch(rate / self.decode)
         return OpenLoad(work.lengths, arrivals(work, rate), work.counted, round(in_decode))
 
     def pools(self, work: Work, at_start: int | None = None) -> Pools:
@@ -210,9 +232,10 @@ class Disaggregated(_OneGpuEngines):
         """Bytes of a token's keys and values, over all layers."""
         return kv_bytes_per_token(self.model)
 
-    def decoding(self, work: Work) -> Decoding:
-        """Return the model of one decoding GPU."""
-        return Decoding(self.step_cost, self.placed.kv_tokens(), self.placed.places, work)
+    def steady(self, work: Work) -> Steady:
+        """Return the equilibrium of one decoding GPU."""
+        seats = min(self.placed.places, self.placed.kv_tokens() // sum(work.means))
+        return Steady.within(self.step_cost, *work.means, seats=seats, prefill="elsewhere")
 
     def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
         """Return the rate at which each part ("prefill", "link", "decode") is always busy, with
@@ -223,17 +246,8 @@ class Disaggregated(_OneGpuEngines):
         return {
             "prefill": self.prefill / prefill_seconds(self.step_cost, prompt, self.budget),
             "link": links * self.link.bandwidth / (prompt * self.bytes_per_token),
-            "decode": self.decode * self.decoding(work).capacity(objective.tpot),
+            "decode": self.decode * self.steady(work).capacity(objective.tpot),
         }
-
-    def bound(self, work: Work, objective: Objective) -> float:
-        """Return the lowest of `bounds`."""
-        return min(self.bounds(work, objective).values())
-
-    def bound_by(self, work: Work, objective: Objective) -> str:
-        """Return what sets the bound: "queue" for prefilling, "link", or "tpot" for decoding."""
-        bounds = self.bounds(work, objective)
-        return {"prefill": "queue", "link": "link", "decode": "tpot"}[min(bounds, key=bounds.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -249,9 +263,14 @@ class Colocated(_OneGpuEngines):
     chunked_prefill: bool = True
     cost: Cost | None = None
 
+    @property
+    def simulated_gpus(self) -> int:
+        """The GPUs that serve a run's requests: one, which stands for the others."""
+        return 1
+
     def serve(self, work: Work, rate: float) -> Generator[None, None, Served]:
         """Serve one engine's requests, which stand for those of the other engines."""
-        running = round(self.mixed(work).batch(rate / self.gpus))
+        running = round(self.steady(work).batch(rate / self.gpus))
         scheduler, cache = engine_configs(self.placed, self.budget, work, len(work.lengths) + running)
         scheduler = replace(scheduler, enable_chunked_prefill=self.chunked_prefill)
         load = OpenLoad(work.lengths, arrivals(work, rate / self.gpus, self.gpus), work.counted, running, seed=SEED)
@@ -262,102 +281,17 @@ class Colocated(_OneGpuEngines):
         ]
         return Served(rate, clients)
 
-    def mixed(self, work: Work) -> Mixed:
-        """Return the model of one engine."""
-        places = min(self.placed.places, self.budget)
-        return Mixed(self.step_cost, self.placed.kv_tokens(), places, work, self.budget)
+    def steady(self, work: Work) -> Steady:
+        """Return the equilibrium of one engine, whose budget must hold the prompts that join in a step, too."""
+        return Steady.within(
+            self.step_cost, *work.means, seats=min(self.placed.places, self.budget),
+            kv_tokens=self.placed.kv_tokens(), budget=self.budget, prefill="spread",
+        )  # fmt: skip
 
-    def bound(self, work: Work, objective: Objective) -> float:
+    def bounds(self, work: Work, objective: Objective) -> dict[str, float]:
         """Return the highest rate that the engines reach with any batch that fits."""
         del objective
-        return self.gpus * self.mixed(work).capacity
-
-    def bound_by(self, work: Work, objective: Objective) -> str:
-        """Return "ttft", because requests wait for their first token."""
-        del work, objective
-        return "ttft"
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A GPU in equilibrium: the batches that fit, and the seconds of their steps."""
-
-    cost: Cost
-    kv_tokens: int
-    places: int
-    work: Work
-
-    @cached_property
-    def most(self) -> float:
-        """The maximum number of requests at once."""
-        return max(1, min(self.places, int(self.kv_tokens / sum(self.work.means))))
-
-    def seconds(self, batch: float) -> float:
-        """Return the seconds of a step with `batch` requests."""
-        raise NotImplementedError
-
-    def batch(self, rate: float) -> float:
-        """Return how many requests are in flight at this rate, by Little's law; `most` if the rate
-        is too high.
-        """
-        low, high = 0.0, float(self.most)
-        for _ in range(12):
-            middle = (low + high) / 2
-            in_flight = rate * self.work.means[1] * self.seconds(max(1.0, middle))
-            low, high = (middle, high) if in_flight > middle else (low, middle)
-        return low
-
-
-class Decoding(_Batch):
-    """A GPU that decodes."""
-
-    def seconds(self, batch: float) -> float:
-        """Return the seconds of a step whose requests are half-way through their answers on
-        average.
-        """
-        prompt, output = self.work.means
-        reqs = round(batch)
-        keys = reqs * (1 + round(prompt + output / 2))
-        return self.cost.seconds(StepShape(reqs, reqs, keys, keys))
-
-    def capacity(self, tpot: float) -> float:
-        """Return the highest rate at which no token takes longer than `tpot`; 0 if even a lone
-        request's tokens do.
-        """
-        batches = {max(1, round(self.most * share / 64)) for share in range(1, 65)}
-        rates = (batch / (self.work.means[1] * self.seconds(batch)) for batch in batches if self.seconds(batch) <= tpot)
-        return max(rates, default=0.0)
-
-
-@dataclass(frozen=True)
-class Mixed(_Batch):
-    """A GPU that prefills and decodes."""
-
-    budget: int
-
-    @cached_property
-    def most(self) -> float:
-        """The maximum number of requests at once; the prompts that join in a step must fit into its
-        budget, too.
-        """
-        prompt, output = self.work.means
-        return max(1.0, min(self.places, self.kv_tokens / (prompt + output), self.budget / (1 + prompt / output)))
-
-    def seconds(self, batch: float) -> float:
-        """Return the seconds of a step in which a prompt joins for each answer that has ended."""
-        prompt, output = self.work.means
-        joining = batch / output * prompt
-        keys = batch * (prompt + output / 2) + joining
-        pairs = batch * (prompt + output / 2) + joining * prompt / 2
-        return self.cost.seconds(StepShape(round(batch), round(batch + joining), round(keys), round(pairs)))
-
-    @cached_property
-    def capacity(self) -> float:
-        """The highest rate. Batch sizes are means here: if prompts are long, fewer than two of them
-        fill a budget.
-        """
-        batches = (self.most * share / 64 for share in range(1, 65))
-        return max(batch / (self.work.means[1] * self.seconds(batch)) for batch in batches)
+        return {"both": self.gpus * self.steady(work).capacity()}
 
 
 def prefill_seconds(cost: Cost, prompt: float, budget: int) -> float:
@@ -409,7 +343,7 @@ def for_each_gpu(work: Work, system: System) -> Work:
     """Return the work of a run in which each GPU serves `work.counted` requests, so that two pools
     run for as long as one, of which a single engine is simulated.
     """
-    return work if isinstance(system, Colocated) else replace(work, counted=work.counted * system.gpus)
+    return replace(work, counted=work.counted * system.simulated_gpus)
 
 
 def goodput(system: System, work: Work, objective: Objective, rounds: int = 7) -> Goodput:

@@ -10,8 +10,8 @@ from typing import Any
 
 from minivllm_lab.disaggregation.server_pair import NAME as SERVED_NAME
 from minivllm_lab.disaggregation.server_pair import missing_package, server_pair
-from minivllm_lab.disturbed_chats import CHAT_PROMPT, CHATS, MAX_MODEL_LEN, disturb, latencies, random_prompt
-from minivllm_lab.http_load import Answer, Ask, load_beside
+from minivllm_lab.engines.disturbed_chats import CHAT_PROMPT, CHATS, MAX_MODEL_LEN, disturb, latencies, random_prompt
+from minivllm_lab.engines.http_load import Answer, Ask, load_beside
 from minivllm_lab.progress import track
 from minivllm_lab.tables import console, heading, record_table
 

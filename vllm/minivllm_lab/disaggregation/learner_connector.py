@@ -26,8 +26,8 @@ from minivllm.core.request import Request
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.inside import core_of
-from minivllm_lab.plugged import Plugged, Served, serve
+from minivllm_lab.checks.plugged import Plugged, Served, serve
+from minivllm_lab.engines.inside import core_of
 
 LEASE = 30.0
 SECONDS_TO_RELEASE = 5.0

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.disaggregation import split
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, RULE, arrow, block, rect, svg, text, text_width, tint
-from minivllm_lab.followed import BLOCK_SIZE, Token, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, RULE, arrow, block, rect, svg, text, text_width, tint
+from minivllm_lab.pictures.followed import BLOCK_SIZE, Token, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 700, 366
 LEFT, RIGHT, PANEL, SLOT = 10, 366, 324, 58

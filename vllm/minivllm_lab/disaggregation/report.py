@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.disaggregation.goodput import (
     Colocated,
@@ -29,7 +28,8 @@ from minivllm_lab.disaggregation.interference import BUDGETS
 from minivllm_lab.disaggregation.model_checks import link_checks
 from minivllm_lab.disaggregation.tuning import BUDGETS as LADDER
 from minivllm_lab.disaggregation.tuning import best_budget, winning_budgets
-from minivllm_lab.figures import SMALL_TEXT, panels
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
 from minivllm_simulate.hardware import get_hardware

@@ -8,9 +8,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm_lab.drawing import INK, QUIET, RULE, line, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, ORANGE, SKY
-from minivllm_lab.roofline import Dot, roofline
+from minivllm_lab.pictures.drawing import INK, QUIET, RULE, line, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, ORANGE, SKY
+from minivllm_lab.pictures.roofline import Dot, roofline
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "08_disaggregation.cpu.json"
 WIDTH, LEFT, TOP, BAR, GAP = 700, 262, 62, 32, 20

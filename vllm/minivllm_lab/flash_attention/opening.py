@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.drawing import BLANK, arrow, rect, svg, text, tint
 from minivllm_lab.flash_attention.still_pictures import stills
-from minivllm_lab.followed import followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, arrow, rect, svg, text, tint
+from minivllm_lab.pictures.followed import followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 
 __all__ = ["frames", "stills"]
 LAYER, HEAD = 2, 6

@@ -16,14 +16,14 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.device import device_name
 from minivllm.platforms.triton_utils import HAS_TRITON
-from minivllm_lab import palette
 from minivllm_lab.aot import SHARED_MEMORY, compile_for
 from minivllm_lab.cli import lesson_parser, positive_int
-from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.flash_attention import attention_traffic
 from minivllm_lab.flash_attention.attention_in_model import ModelRun
 from minivllm_lab.flash_attention.attention_traffic import exponent, flash_traffic, naive_traffic
 from minivllm_lab.lesson import wrote
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.results import ensure_writable, write_json
 from minivllm_lab.tables import Timed, closing, console, table

@@ -5,8 +5,8 @@ shrink.
 from __future__ import annotations
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, swatch, text, tint
-from minivllm_lab.palette import GREY, INK, ORANGE, SKY, VERMILLION, YELLOW
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, line, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.palette import GREY, INK, ORANGE, SKY, VERMILLION, YELLOW
 from minivllm_simulate.hardware import HARDWARE
 
 WIDTH, LEFT, RIGHT = 700, 60, 670

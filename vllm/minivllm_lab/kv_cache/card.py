@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from minivllm.config.units import GIB
 from minivllm.memory import MemoryLedger
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
 from minivllm_lab.kv_cache.reservation import unused_shares
-from minivllm_lab.palette import BLUE, GREY, ORANGE, PALE
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.palette import BLUE, GREY, ORANGE, PALE
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 

@@ -4,9 +4,9 @@ token can change.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
-from minivllm_lab.followed import Token, followed
-from minivllm_lab.palette import BLUE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.followed import Token, followed
+from minivllm_lab.pictures.palette import BLUE, VERMILLION
 
 WIDTH, HEIGHT = 700, 330
 LEFT, CELL, TALL = 96, 59, 30

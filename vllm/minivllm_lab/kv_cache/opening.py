@@ -9,13 +9,13 @@ from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
-from minivllm_lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm_lab.followed import Row, Token, followed
-from minivllm_lab.frames import Frames
 from minivllm_lab.kv_cache import card
 from minivllm_lab.kv_cache.cone import cone
-from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
-from minivllm_lab.roofline import roofline
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import Row, Token, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
+from minivllm_lab.pictures.roofline import roofline
 
 WIDTH, HEIGHT = 700, 296
 LEFT, CELL, CELL_HEIGHT = 88, 40, 28

@@ -11,10 +11,10 @@ from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, positive_int
 from minivllm_lab.device_rates import measure_device
-from minivllm_lab.figures import panels
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import panels
 from minivllm_lab.tables import Timed, closing, table
 from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model

@@ -12,8 +12,8 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, QUIET, legend, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, legend, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 
 WIDTH, LEFT, CELL = 700, 120, 34
 SEATS, SLOTS, ADAPTERS, REQUESTS, STEPS = 16, 2, 16, 160, 8

@@ -13,15 +13,15 @@ from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.core.block_hash import hash_block_tokens
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.policy import SchedulingPolicy, running_then_waiting
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step import Step
 from minivllm.entrypoints.llm import LLM
-from minivllm.lora.request import LoRARequest
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import warnings_only
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 from minivllm_lab.multi_lora.adapters import write_random_adapters
 from minivllm_lab.multi_lora.ways import RANK
 from minivllm_lab.progress import track

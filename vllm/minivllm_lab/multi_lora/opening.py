@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
-from minivllm_lab.followed import NAME, Row, followed
-from minivllm_lab.frames import Frames
 from minivllm_lab.multi_lora import gate
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import NAME, Row, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE
 
 WIDTH, HEIGHT = 700, 372
 LEFT, CELL, TALL = 118, 94, 30

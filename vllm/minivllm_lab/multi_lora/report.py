@@ -15,11 +15,11 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory.adapters import linear_shapes
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import SMALL_TEXT, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.multi_lora.ways import RANK, width
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, panels
 from minivllm_lab.proof import furthest
 from minivllm_lab.tables import Timed, closing, console, record_table, table
 from minivllm_simulate.known_models import known_model

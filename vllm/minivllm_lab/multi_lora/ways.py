@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
-from minivllm_lab.kernel_trace import KernelTrace, trace_kernel
+from minivllm_lab.checks.kernel_trace import KernelTrace, trace_kernel
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.tables import record_table

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.mutants import Mutant, changed_lines, function_lines, mutant_source
+from minivllm_lab.checks.mutants import Mutant, changed_lines, function_lines, mutant_source
 
 ENGINE = Path(__file__).resolve().parents[2] / "minivllm"
 COLLECTION = ENGINE.parents[1] / "lessons" / "bugs" / "exhibits.toml"
@@ -23,7 +23,7 @@ class Exhibit:
     """A defect: where it is inserted, its symptom, and its hints.
 
     `old` and `new` are pieces of `function` in `file`, a path below the engine's package (see
-    `minivllm_lab.mutants`). `solution` is the same defect in the lesson's script, for its checks to
+    `minivllm_lab.checks.mutants`). `solution` is the same defect in the lesson's script, for its checks to
     catch.
     """
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, line, rect, svg, text
-from minivllm_lab.palette import BLUE, GREEN, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, legend, line, rect, svg, text
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE
 
 LAYERS = 32
 OTHER = 800 / LAYERS / 6  # µs

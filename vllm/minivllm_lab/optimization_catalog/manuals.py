@@ -9,8 +9,8 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.scheduler_output import ModelRunnerOutput
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, legend, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, ORANGE, VERMILLION
 
 CUSTOMERS, ROUNDS, ROOM, BLOCK_SIZE = "ABCDEFGHIJ", 2, 7, 4
 FOLLOWED = CUSTOMERS[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, paragraph, rect, svg, text, tint
-from minivllm_lab.followed import BLOCK_SIZE, NAME, Token, followed, tokenizer, tokens_of
-from minivllm_lab.frames import Frames
 from minivllm_lab.optimization_catalog import captured, manuals
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, block, paragraph, rect, svg, text, tint
+from minivllm_lab.pictures.followed import BLOCK_SIZE, NAME, Token, followed, tokenizer, tokens_of
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 700, 366
 SLOT, TALL, GAP, LEFT = 40, 28, 9, 16

@@ -115,7 +115,7 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
     """
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
     watched = _WatchedScheduler(load, CacheConfig(num_gpu_blocks=1 + num_blocks))
-    run = simulate(work, CONFIG, watched.cache_config, cost, scheduler=lambda *_configs: watched)
+    run = simulate(work, watched, cost)
     return Reuse(
         tuple(request.prompt_tokens for request in work),
         tuple(request.num_cached_tokens for request in run.requests),

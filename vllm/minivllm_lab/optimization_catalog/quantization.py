@@ -16,9 +16,9 @@ from minivllm.config import CacheConfig
 from minivllm.entrypoints.llm import LLM
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.decoder import Decoder
+from minivllm_lab.engines.quality import decoder_loss, read, rounded_weights
+from minivllm_lab.engines.recording import bare_engine, record_run
 from minivllm_lab.progress import track
-from minivllm_lab.quality import decoder_loss, read, rounded_weights
-from minivllm_lab.recording import bare_engine, record_run
 from minivllm_lab.tables import table
 from minivllm_simulate.known_models import known_model
 

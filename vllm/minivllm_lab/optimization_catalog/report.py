@@ -14,8 +14,8 @@ from typing import Any
 from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import curves, panels
 from minivllm_lab.optimization_catalog.shared_prefixes import WORK, serve
+from minivllm_lab.pictures.figures import curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.tables import Timed, closing, console, table
 

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from minivllm.core.block_pool import BlockPool
 from minivllm_lab.block_tables import BlockTable
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
 from minivllm_lab.paged_attention.allocators import FirstFit, TablesOnDemand
 from minivllm_lab.paged_attention.memory_replay import Memory, Running, serve
-from minivllm_lab.palette import INK, ORANGE, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, line, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.palette import INK, ORANGE, SKY, VERMILLION
 from minivllm_simulate.workloads import RequestLengths
 
 LEFT, RIGHT, TOP = 20, 380, 62

@@ -4,11 +4,11 @@ the tokens are in the pool.
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, arrow, block, line, rect, svg, text, tint
-from minivllm_lab.followed import BLOCK_SIZE, NAME, Followed, Row, followed
-from minivllm_lab.frames import Frames
 from minivllm_lab.paged_attention import holes, shared_blocks
-from minivllm_lab.palette import BLUE, GREEN, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, arrow, block, line, rect, svg, text, tint
+from minivllm_lab.pictures.followed import BLOCK_SIZE, NAME, Followed, Row, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, VERMILLION
 
 WIDTH, HEIGHT = 700, 390
 LEFT, SLOT, TALL, GAP = 16, 40, 28, 9

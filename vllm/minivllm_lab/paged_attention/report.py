@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm_lab.cli import lesson_parser, positive_int
-from minivllm_lab.figures import curves, panels
 from minivllm_lab.paged_attention.allocators import replay_workloads
 from minivllm_lab.paged_attention.memory_replay import Memory, Occupancy
+from minivllm_lab.pictures.figures import curves, panels
 from minivllm_lab.tables import closing, console, table
 from minivllm_simulate.workloads import WORKLOADS
 

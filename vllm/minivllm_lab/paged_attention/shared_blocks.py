@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, block, rect, svg, swatch, text, tint
-from minivllm_lab.palette import BLUE, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, block, rect, svg, swatch, text, tint
+from minivllm_lab.pictures.palette import BLUE, ORANGE
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
 WIDTH, LEFT = 700, 20

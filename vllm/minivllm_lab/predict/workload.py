@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,12 @@ def recorded(folder: Path) -> Iterator[tuple[str, dict[str, Any], Trace]]:
 
 
 class Replay:
-    """A workload and the scheduler that serves it. Each step is `arrive()`, then `run()`."""
+    """A workload and the scheduler that serves it, a new one with `configs(workload)`. Each step is
+    `arrive()`, then `run()`.
+    """
 
-    def __init__(self, workload: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> None:
-        self.scheduler = make_scheduler(workload["config"], kind)
+    def __init__(self, workload: dict[str, Any], scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.step = 0
         self._requests = workload["requests"]
         self._aborts = workload["aborts"]
@@ -110,19 +112,15 @@ def sampled(request_id: str, position: int, drafts: Sequence[int]) -> list[int]:
     return tokens[: next(wrong, len(drafts)) + 1]
 
 
-def make_scheduler(config: dict[str, Any], kind: Callable[..., Scheduler] = Scheduler) -> Scheduler:
-    """Return the scheduler of a workload's `config`."""
-    return kind(
-        SchedulerConfig(
-            **{key: config[key] for key in SCHEDULER_KEYS},
-            drafting=DraftingConfig(num_speculative_tokens=config.get("num_speculative_tokens", 0)),
-        ),
-        CacheConfig(
-            num_gpu_blocks=config["num_blocks"],
-            block_size=config["block_size"],
-            enable_prefix_caching=config["enable_prefix_caching"],
-        ),
-    )
+def configs(workload: dict[str, Any]) -> tuple[SchedulerConfig, CacheConfig]:
+    """Return the configs of the scheduler that a workload asks for."""
+    config = workload["config"]
+    drafting = DraftingConfig(num_speculative_tokens=config.get("num_speculative_tokens", 0))
+    scheduler = SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}, drafting=drafting)
+    return scheduler, CacheConfig(
+        num_gpu_blocks=config["num_blocks"], block_size=config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+    )  # fmt: skip
 
 
 def make_request(entry: dict[str, Any]) -> Request:

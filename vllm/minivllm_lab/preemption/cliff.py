@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm_lab.drawing import QUIET, RULE, line, points, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, VERMILLION
+from minivllm.core.scheduler import Scheduler
+from minivllm_lab.pictures.drawing import QUIET, RULE, line, points, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, VERMILLION
 from minivllm_lab.preemption.published_waste import workload
 from minivllm_simulate.cost_model import RooflineCost
 from minivllm_simulate.hardware import get_hardware
@@ -50,7 +51,7 @@ def on_h100(work: Sequence[SimulatedRequest], blocks: int, **limits: Any) -> Sim
     """Simulate Llama-3.1-8B on an H100 with a pool of `blocks`, without prefix caching."""
     cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"))
     pool = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=False)
-    return simulate(work, SchedulerConfig(max_model_len=20_000, **limits), pool, cost)
+    return simulate(work, Scheduler(SchedulerConfig(max_model_len=20_000, **limits), pool), cost)
 
 
 def run_of(blocks: int, seed: int = 1) -> Simulation:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
-from minivllm_lab.followed import NAME, Followed, Step, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, ORANGE
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, rect, svg, text, tint
+from minivllm_lab.pictures.followed import NAME, Followed, Step, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE
 from minivllm_lab.preemption import cliff
 
 WIDTH, HEIGHT = 700, 330

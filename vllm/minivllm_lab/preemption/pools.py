@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 from minivllm_lab.preemption import cliff
 from minivllm_lab.preemption.published_waste import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
 from minivllm_lab.progress import track

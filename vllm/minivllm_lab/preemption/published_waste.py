@@ -86,6 +86,6 @@ def waste(blocks: int, whole: bool, victim: str = "", *, caching: bool = False, 
     )
     cache = CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=caching)
     scheduler = Scheduler(limits, cache, SchedulingPolicy(victim=victim_rule(victim)))
-    run = simulate(work, limits, cache, UnitCost(), scheduler=lambda *_: scheduler)
+    run = simulate(work, scheduler, UnitCost())
     computed = sum(step.shape.num_tokens for step in run.steps)
     return Waste(computed, scheduler.num_recomputed_tokens, run.num_preemptions, len(run.steps))

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from minivllm.core.request import Request
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import SMALL_TEXT, dotted, panels
 from minivllm_lab.lesson import LessonCode
 from minivllm_lab.paged_model import PagedModel, decoder_of
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, dotted, panels
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, show_errors
 from minivllm_lab.tables import Timed, closing, console, record_table, table

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from minivllm_lab.http_load import Answer, Ask, load
+from minivllm_lab.engines.http_load import Answer, Ask, load
 from minivllm_lab.progress import track
 from minivllm_lab.tables import heading, record_table
 from minivllm_simulate.deployments import find_knee

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minivllm_lab.drawing import QUIET, RULE, arrow, legend, rect, svg, text, tint
-from minivllm_lab.followed import Followed, followed
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm_lab.pictures.drawing import QUIET, RULE, arrow, legend, rect, svg, text, tint
+from minivllm_lab.pictures.followed import Followed, followed
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE
 from minivllm_lab.serving import timelines
 from minivllm_lab.serving.processes import processes
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from minivllm_lab.drawing import QUIET, line, rect, svg, text, tint
-from minivllm_lab.palette import PALE, PURPLE, SKY, YELLOW
+from minivllm_lab.pictures.drawing import QUIET, line, rect, svg, text, tint
+from minivllm_lab.pictures.palette import PALE, PURPLE, SKY, YELLOW
 
 WIDTH, HEIGHT, LEFT, WIDE, GAP, TALL = 700, 336, 142, 100, 12, 44
 TOPS = (56, 150, 244)

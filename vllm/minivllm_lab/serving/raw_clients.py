@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minivllm.engine.core import EngineCore
-from minivllm_lab.http_load import Ask, answers_of, post, start_load
+from minivllm_lab.engines.http_load import Ask, answers_of, post, start_load
 from minivllm_lab.serving.loads import prompts, sizes, to_lesson
 from minivllm_lab.tables import heading, record_table
 

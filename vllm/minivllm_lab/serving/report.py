@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
-from minivllm_lab.figures import SMALL_TEXT, curves, panels
-from minivllm_lab.http_load import Ask
+from minivllm_lab.engines.http_load import Ask
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, curves, panels
 from minivllm_lab.progress import track
 from minivllm_lab.serving.loads import Sizes, describe_knee, load_completions, prompts, sizes, to_real
 from minivllm_lab.serving.request_trace import HOPS, trace

@@ -63,7 +63,7 @@ class Stage:
         return self.run(self._start_real(AsyncLLM(args), args))
 
     async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> int:
-        from minivllm_lab.over_http import serving
+        from minivllm_lab.engines.over_http import serving
 
         self._servers.push_async_callback(asyncio.to_thread, engine.shutdown)
         port, _ = await self._servers.enter_async_context(serving(engine, args))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minivllm_lab.drawing import BLANK, BORDER, QUIET, RULE, line, rect, svg, text, tint
-from minivllm_lab.palette import GREEN, SKY, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, BORDER, QUIET, RULE, line, rect, svg, text, tint
+from minivllm_lab.pictures.palette import GREEN, SKY, VERMILLION
 
 WIDTH, LEFT, RIGHT, ROW, TALL, MARK = 700, 76, 676, 28, 20, 5
 TUNNEL, END = (6, 21), 30

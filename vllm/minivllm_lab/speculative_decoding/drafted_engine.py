@@ -23,7 +23,7 @@ import torch
 
 from minivllm.config import CacheConfig
 from minivllm.engine.core import EngineCore
-from minivllm_lab.recording import add_greedy, bare_engine, own_clock
+from minivllm_lab.engines.recording import add_greedy, bare_engine, own_clock
 
 BLOCK_SIZE = 16
 NEVER = 100

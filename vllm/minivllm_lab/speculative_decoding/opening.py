@@ -16,12 +16,12 @@ import torch
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
 from minivllm.worker.model_runner import ExecuteModelState
 from minivllm_lab.cli import warnings_only
-from minivllm_lab.drawing import BLANK, QUIET, arrow, line, rect, svg, text
-from minivllm_lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, tokenizer, tokens_of
-from minivllm_lab.frames import Frames
-from minivllm_lab.inside import runner_of
-from minivllm_lab.palette import ORANGE
-from minivllm_lab.recording import add_greedy, bare_engine
+from minivllm_lab.engines.inside import runner_of
+from minivllm_lab.engines.recording import add_greedy, bare_engine
+from minivllm_lab.pictures.drawing import BLANK, QUIET, arrow, line, rect, svg, text
+from minivllm_lab.pictures.followed import BLOCK_SIZE, NAME, PROMPT, Token, tokenizer, tokens_of
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import ORANGE
 from minivllm_lab.speculative_decoding import pictures
 from minivllm_lab.speculative_decoding.pictures import ACCEPTED, DRAFT, KNOWN, LEFT, OWN, REJECTED, WIDTH, chip
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minivllm_lab.drawing import BLANK, QUIET, RULE, line, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import BLANK, QUIET, RULE, line, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 WIDTH, LEFT = 700, 16
 KNOWN = tint(BLUE, 0.2)

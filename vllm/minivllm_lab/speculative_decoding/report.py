@@ -25,10 +25,10 @@ from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm_lab import palette
 from minivllm_lab.cli import lesson_parser, whole_number
 from minivllm_lab.corpus import first_passages, held_out_texts
-from minivllm_lab.figures import SMALL_TEXT, panels
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import SMALL_TEXT, panels
 from minivllm_lab.progress import track
 from minivllm_lab.speculative_decoding.cached_model import CachedModel
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts

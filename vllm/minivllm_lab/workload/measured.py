@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from functools import partial
 
 from minivllm.core.policy import DEFAULT_POLICY, SchedulingPolicy
 from minivllm.core.scheduler import Scheduler
@@ -71,5 +70,5 @@ def measure(server: Server, load: Load) -> Measured:
     tokens = sum(request.prompt_tokens + request.output_tokens for request in load.requests)
     configs = server.configs(longest, tokens + 2 * BLOCK_SIZE * len(load.requests))
     policy = SchedulingPolicy(schedule=prompts_alone) if server.prompts_alone else DEFAULT_POLICY
-    run = simulate(load.requests, *configs, server.cost, scheduler=partial(Scheduler, policy=policy))
+    run = simulate(load.requests, Scheduler(*configs, policy), server.cost)
     return Measured(run, server.host.first, tokens)

@@ -17,9 +17,9 @@ from minivllm.config.units import GIB
 from minivllm.memory import MemoryLedger
 from minivllm_simulate.cost_model import StepShape
 from minivllm_simulate.hardware import Hardware
-from minivllm_simulate.layouts import Steady
 from minivllm_simulate.levers import SERVING, LeverCost
 from minivllm_simulate.memory import memory_ledger
+from minivllm_simulate.steady import Steady
 
 BLOCK_SIZE = 16
 
@@ -208,5 +208,7 @@ class Server:
 
 def capacity(server: Server, prompt: float, output: float) -> float:
     """Return the knee: the requests a second, with these mean lengths, from which the queue grows without end."""
-    room = min(server.seats, server.kv_tokens / (prompt + output), server.budget / (1 + prompt / output))
-    return Steady(server.cost, prompt, output, max(1.0, room)).capacity  # pyright: ignore[reportArgumentType]
+    steady = Steady.within(
+        server.cost, prompt, output, seats=server.seats, kv_tokens=server.kv_tokens, budget=server.budget
+    )
+    return steady.capacity()

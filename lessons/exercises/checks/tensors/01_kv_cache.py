@@ -10,9 +10,9 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.platforms.triton_utils import triton
-from minivllm_lab.inside import runner_of
-from minivllm_lab.kernel_trace import trace_kernel, LOAD
-from minivllm_lab.plugged import PROMPTS, Plugged
+from minivllm_lab.engines.inside import runner_of
+from minivllm_lab.checks.kernel_trace import trace_kernel, LOAD
+from minivllm_lab.checks.plugged import PROMPTS, Plugged
 
 
 # ---- one step on a cache ---------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.core.policy import SchedulingPolicy
-from minivllm_lab.kernel_trace import trace_kernel, KernelTrace, LOAD
-from minivllm_lab.plugged import PROMPTS, Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel, KernelTrace, LOAD
+from minivllm_lab.checks.plugged import PROMPTS, Plugged
 
 BLOCK_SIZE, WIDTH = 4, 8  # of the kernels' checks; a row is 32 bytes
 ROW = 4 * WIDTH

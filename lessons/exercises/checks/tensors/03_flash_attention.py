@@ -8,8 +8,8 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 from minivllm_lab.flash_attention.slow_memory import SlowArray, in_slow_memory
 from minivllm_lab.flash_attention.attention_traffic import flash_traffic
 

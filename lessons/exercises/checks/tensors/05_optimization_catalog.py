@@ -8,8 +8,8 @@ from minivllm.config import Parts
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.worker.paged_attention import PagedAttention
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 
 
 def check_scales_and_types(module):

@@ -3,9 +3,9 @@
 import torch
 
 from minivllm.config import Parts
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.over_http import serve_load, Client
-from minivllm_lab.plugged import Plugged, Served
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.engines.over_http import serve_load, Client
+from minivllm_lab.checks.plugged import Plugged, Served
 
 
 # ---- the kernel, in steps --------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 
 from minivllm.config import Parts, SpeculativeConfig
 from minivllm_lab.speculative_decoding.learner_policy import proposer_of, rejection_of
-from minivllm_lab.inside import core_of
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.engines.inside import core_of
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 

@@ -4,8 +4,8 @@ import torch
 
 from minivllm.config import Parts
 from minivllm_lab.disaggregation.learner_connector import learner_connector, serve_through_both
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 
 
 # ---- the kernels, in steps -------------------------------------------------------------------------------------------

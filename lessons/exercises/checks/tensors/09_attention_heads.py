@@ -8,9 +8,9 @@ import torch
 from minivllm.config import Parts
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.platforms.triton_utils import triton
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.numbers_made import numbers_made
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.numbers_made import numbers_made
+from minivllm_lab.checks.plugged import Plugged
 
 TOLERANCE = 1e-4
 

@@ -9,8 +9,8 @@ import torch
 from minivllm.config import Parts
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm_lab.chunked_prefill.learner_policy import learner_policy
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import torch
 
 from minivllm.config import Parts
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.inside import core_of
-from minivllm_lab.kernel_trace import trace_kernel
-from minivllm_lab.plugged import Plugged
+from minivllm_lab.engines.inside import core_of
+from minivllm_lab.checks.kernel_trace import trace_kernel
+from minivllm_lab.checks.plugged import Plugged
 from minivllm_lab.preemption.learner_policy import learner_policy
 
 

@@ -8,11 +8,11 @@ import torch
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.lora_request import LoRARequest
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.inside import runner_of
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.engines.inside import runner_of
+from minivllm_lab.checks.kernel_trace import trace_kernel
 from minivllm_lab.multi_lora.learner_policy import learner_policy
-from minivllm_lab.numbers_made import numbers_made
-from minivllm_lab.plugged import PROMPTS, Plugged
+from minivllm_lab.checks.numbers_made import numbers_made
+from minivllm_lab.checks.plugged import PROMPTS, Plugged
 
 TOLERANCE = 1e-4
 

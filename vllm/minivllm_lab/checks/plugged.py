@@ -18,7 +18,7 @@ from minivllm.core.stats import SpecDecodingStats
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.inside import core_of
+from minivllm_lab.engines.inside import core_of
 from minivllm_lab.tables import console, table
 
 PROMPTS = (

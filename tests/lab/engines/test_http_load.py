@@ -13,7 +13,7 @@ import pytest
 from patience import eventually
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.http_load import Answer, Ask, ask, load_beside
+from minivllm_lab.engines.http_load import Answer, Ask, ask, load_beside
 
 LAST = 10_000
 

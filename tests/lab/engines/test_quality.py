@@ -13,7 +13,7 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm_lab import corpus
 from minivllm_lab.corpus import corpus_files, first_passages, is_held_out
-from minivllm_lab.quality import Reading, decoder_loss, held_out_tokens, read, rounded_weights
+from minivllm_lab.engines.quality import Reading, decoder_loss, held_out_tokens, read, rounded_weights
 from minivllm_lab.speculative_decoding.report import held_out_prompts
 
 SETTINGS = {"device": "cpu", "max_num_batched_tokens": 100, "max_model_len": 256}

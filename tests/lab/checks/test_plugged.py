@@ -6,7 +6,7 @@ from minivllm.config import Parts
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.policy import SchedulingPolicy
 from minivllm.worker.paged_attention import PagedAttention
-from minivllm_lab.plugged import Plugged, compare
+from minivllm_lab.checks.plugged import Plugged, compare
 
 FEW = {"prompts": ["def add(a, b):\n    return", "import os\n"], "max_tokens": 4}
 SMALL = {"num_gpu_blocks_override": 40}

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from refusals import assert_refused
 
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 
 
 def test_what_returns_in_time_is_left_alone_and_so_is_what_comes_after():
@@ -56,7 +56,7 @@ AFTERWARDS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 
 def endless():
     with bounded(0.1, "your function"):

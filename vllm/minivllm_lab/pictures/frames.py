@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from html import escape
 
-from minivllm_lab.drawing import QUIET, RULE, attributes, line, number, svg, text, wrapped
+from minivllm_lab.pictures.drawing import QUIET, RULE, attributes, line, number, svg, text, wrapped
 
 MARGIN, CAPTION_SIZE, LINE_HEIGHT, COUNT_WIDTH = 16, 14, 20, 64
 BUTTONS = (("|◀", "First step"), ("◀", "Step back"), ("▶", "Step forward"), ("▶|", "Last step"))

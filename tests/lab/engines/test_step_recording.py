@@ -14,12 +14,12 @@ from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.mp_client import SyncMPClient
 from minivllm.errors import EngineDeadError
-from minivllm_lab.inside import core_of
-from minivllm_lab.step_recording import read_recording, record
+from minivllm_lab.engines.inside import core_of
+from minivllm_lab.engines.step_recording import read_recording, record
 from widgets import xray
 
 HEADER = '{"xray":2,"model":"m"}\n'
-ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
+ADAPTERS = Path(__file__).parents[2] / "lora_adapters"
 PROMPTS = ["def add(a, b):", "def add(a, b):", "import os"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

@@ -7,8 +7,9 @@ import torch
 from simulate.linear_cost import LinearCost
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm_lab.recording import bare_engine, record_run
+from minivllm_lab.engines.recording import bare_engine, record_run
 from minivllm_lab.speculative_decoding.drafted_engine import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm_simulate.virtual_clock import SimulatedRequest, simulate
 
@@ -39,7 +40,7 @@ def test_a_run_is_foretold_with_the_defaults_of_its_device():
     run = record_run(core, lengths)
     assert run.steps[0].shape.num_tokens == 6 * 450, "more than a step may have on a CPU"
     configs = core.scheduler.config, core.scheduler.cache_config
-    simulated = simulate([SimulatedRequest(*each) for each in lengths], *configs, COST)
+    simulated = simulate([SimulatedRequest(*each) for each in lengths], Scheduler(*configs), COST)
     assert [step.scheduled for step in simulated.steps] == run.scheduled
 
 

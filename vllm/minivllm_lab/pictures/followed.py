@@ -1,7 +1,7 @@
 """The request that all lessons follow, served by the real engine, and what happened to it in each
 step.
 
-    from minivllm_lab.followed import followed
+    from minivllm_lab.pictures.followed import followed
     run = followed()                 # alone; followed("company"), followed("prefix hit"): see `SCENES`
     run.request.tokens[9].shown      # "␣a"
     run.steps[0].rows[0].slots       # where the prompt's keys and values went
@@ -29,8 +29,8 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import StepInputs
 from minivllm_lab.cli import warnings_only
-from minivllm_lab.inside import runner_of
-from minivllm_lab.recording import bare_engine
+from minivllm_lab.engines.inside import runner_of
+from minivllm_lab.engines.recording import bare_engine
 
 PROMPT = "def add(a, b):\n    return"
 NAME = "add"

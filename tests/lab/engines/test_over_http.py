@@ -5,8 +5,8 @@ time.
 import pytest
 
 from minivllm.config import NO_PARTS
-from minivllm_lab import over_http
-from minivllm_lab.over_http import TRIES, Client, Load, serve_load
+from minivllm_lab.engines import over_http
+from minivllm_lab.engines.over_http import TRIES, Client, Load, serve_load
 
 STAYS, LEAVES = Client(prompt="x"), Client(prompt="x", leaves_after=2)
 

@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from minivllm_lab.drawing import arrow, block, line, paragraph, rect, svg, text, text_width, wrapped
-from minivllm_lab.frames import Frames
-from minivllm_lab.palette import BLUE
+from minivllm_lab.pictures.drawing import arrow, block, line, paragraph, rect, svg, text, text_width, wrapped
+from minivllm_lab.pictures.frames import Frames
+from minivllm_lab.pictures.palette import BLUE
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = ["A prompt <waits>.", "It is computed & sampled.", "It is done."]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.bounded import bounded
+from minivllm_lab.checks.bounded import bounded
 
 Result = TypeVar("Result")
 CPU_SECONDS, SECONDS = 0.5, 20.0

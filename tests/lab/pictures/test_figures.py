@@ -2,8 +2,8 @@
 
 import pytest
 
-from minivllm_lab import palette
-from minivllm_lab.figures import curves, dotted, panels
+from minivllm_lab.pictures import palette
+from minivllm_lab.pictures.figures import curves, dotted, panels
 
 
 def test_curves_are_points_as_a_results_file_has_them(tmp_path):

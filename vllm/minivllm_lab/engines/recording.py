@@ -14,7 +14,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
-from minivllm_lab.inside import runner_of
+from minivllm_lab.engines.inside import runner_of
 from minivllm_simulate.cost_model import MeasuredStep, StepShape
 
 

@@ -26,7 +26,7 @@ from minivllm.entrypoints.openai.api_server import make_app
 from minivllm.entrypoints.openai.http_server import bind, make_server
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
-from minivllm_lab.http_load import post
+from minivllm_lab.engines.http_load import post
 
 SECONDS = 120.0
 """How long a whole load may take on the clock."""

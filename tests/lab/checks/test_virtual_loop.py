@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from minivllm_lab.virtual_loop import run_virtual, turns
+from minivllm_lab.checks.virtual_loop import run_virtual, turns
 
 
 def test_a_day_is_over_at_once_and_in_order():

@@ -18,7 +18,7 @@ from typing import Any
 
 from minivllm.config import CacheConfig
 from minivllm.engine.core import EngineCore
-from minivllm_lab.recording import add_greedy, bare_engine
+from minivllm_lab.engines.recording import add_greedy, bare_engine
 from minivllm_simulate.virtual_clock import percentile
 
 LONG = "long"

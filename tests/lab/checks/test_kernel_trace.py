@@ -11,7 +11,7 @@ import torch
 from refusals import assert_refused
 
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm_lab.kernel_trace import trace_kernel
+from minivllm_lab.checks.kernel_trace import trace_kernel
 
 pytestmark = pytest.mark.interpreted
 

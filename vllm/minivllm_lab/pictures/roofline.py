@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 
 from minivllm.config.units import TERA
-from minivllm_lab.drawing import QUIET, RULE, Point, arrow, line, rect, svg, text, tint
-from minivllm_lab.palette import BLUE, VERMILLION
+from minivllm_lab.pictures.drawing import QUIET, RULE, Point, arrow, line, rect, svg, text, tint
+from minivllm_lab.pictures.palette import BLUE, VERMILLION
 from minivllm_simulate.hardware import HARDWARE
 
 WIDTH, HEIGHT = 700, 412

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm_lab import palette
+from minivllm_lab.pictures import palette
 from minivllm_lab.results import ensure_writable
 
 SMALL_TEXT = 9

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from minivllm.errors import MinivllmError
-from minivllm_lab.checking import module_from
+from minivllm_lab.checks.checking import module_from
 
 Mutant = tuple[str, str, str]
 """A function (`f`, `Class.method`, `outer.inner`), a piece of it, and what stands there instead."""

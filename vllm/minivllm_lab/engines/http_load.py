@@ -24,7 +24,7 @@ from typing import Any
 
 from minivllm.errors import MinivllmError
 
-HOME = str(Path(__file__).resolve().parents[1])
+HOME = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass
@@ -99,7 +99,7 @@ def load_beside(
 
 
 def _start(work: dict[str, Any]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "minivllm_lab.http_load"]
+    command = [sys.executable, "-m", "minivllm_lab.engines.http_load"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HOME)
     assert process.stdin is not None
     process.stdin.write(json.dumps(work) + "\n")

@@ -8,7 +8,7 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm_lab.followed import BLOCK_SIZE, MAX_TOKENS, NAME, PROMPT, SCENES, Token, followed
+from minivllm_lab.pictures.followed import BLOCK_SIZE, MAX_TOKENS, NAME, PROMPT, SCENES, Token, followed
 
 EVERY_SCENE = pytest.mark.parametrize("scene", SCENES)
 

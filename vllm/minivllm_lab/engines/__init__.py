@@ -1,0 +1,1 @@
+"""Real engines, seen from inside and from outside: their internals, their steps, their clients, their predictions."""
