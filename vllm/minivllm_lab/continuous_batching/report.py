@@ -79,17 +79,10 @@ def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
         core = bare_engine(arguments.model, device, pool(size), max_model_len=MAX_LEN, **settings)
         runs[name] = record_run(core, lengths)
-    base = runs["static, reserved"]
-    results = {
-        name: {
-            "most": run.most_running,
-            "steps": len(run.steps),
-            "fewer": len(base.steps) / len(run.steps),
-            "rate": run.throughput,
-            "gain": run.throughput / base.throughput,
-        }
-        for name, run in runs.items()
-    }
+    base, results = runs["static, reserved"], {}
+    for name, run in runs.items():
+        steps = {"most": run.most_running, "steps": len(run.steps), "fewer": len(base.steps) / len(run.steps)}
+        results[name] = {**steps, "rate": run.throughput, "gain": run.throughput / base.throughput}
     columns = (
         "batching {name} | at once {most} | steps {steps:,} | × fewer {fewer:.2f} | tokens a second {rate:,.0f} | "
         "× static {gain:.2f}"
