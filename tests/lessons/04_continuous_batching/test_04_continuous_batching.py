@@ -4,7 +4,7 @@ catches mistakes.
 
 import pytest
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 from simulate.linear_cost import LinearCost
 
@@ -24,12 +24,6 @@ BLOCKS = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
 
 
 # ---- the seats -----------------------------------------------------------------------------------
-
-
-def test_the_formula_for_uniform_lengths():
-    uniform = list(range(1, 513))
-    for batch in (2, 4, 8, 16, 64):
-        assert lesson.static_utilization(uniform, batch) == pytest.approx((batch + 1) / (2 * batch), abs=0.003)
 
 
 def test_counts_agree_with_the_formula():
@@ -113,21 +107,6 @@ def test_the_pictures_show_the_steps_of_the_table():
 def test_a_chunk_stands_before_a_decode_that_was_admitted_later():
     steps = [list(step.items()) for step in long_before_chat()]
     assert steps[:3] == [[("long", 8), ("chat", 3)], [("long", 8), ("chat", 1)], [("long", 4), ("chat", 1)]]
-
-
-def steps_of(work, seats, block_size, static=False) -> int:
-    """Count the script's steps in the memory of the engine's runs."""
-    requests = [lesson.Request(str(index), *lengths) for index, lengths in enumerate(work)]
-    pool = lesson.Pool(report.RESERVED * report.MAX_LEN // block_size, block_size)
-    return len(list(lesson.Scheduler(requests, 8192, seats, static, pool).steps()))
-
-
-def test_a_longer_queue_saves_the_steps_that_the_notes_say():
-    work, reserved = report.draw_lengths(1024, 48.0, 0), (report.RESERVED, report.MAX_LEN)
-    static, batched, paged = steps_of(work, *reserved, static=True), steps_of(work, *reserved), steps_of(work, 64, 16)
-    notes = " ".join((REPOSITORY / "lessons/notes/04_continuous_batching.md").read_text().split())
-    assert f"takes {static / batched:.1f} times fewer steps by continuous batching" in notes
-    assert f"and {batched / paged:.1f} times fewer again by paging" in notes
 
 
 def test_a_smaller_budget_shortens_the_longest_gap_and_the_prompt_waits_longer():

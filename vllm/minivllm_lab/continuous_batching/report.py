@@ -63,19 +63,13 @@ def pool(block_size: int) -> CacheConfig:
     return CacheConfig(num_gpu_blocks=count, block_size=block_size, enable_prefix_caching=False)
 
 
-def draw_lengths(requests: int, mean_output: float, seed: int) -> list[tuple[int, int]]:
-    """Draw (prompt, output) lengths that fit into MAX_LEN."""
-    draw, outputs = random.Random(seed), Lengths(mean_output)
-    return [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
-
-
 def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
     """Run the engine with each of `WAYS` on the same requests; print and compare the steps and the
     throughput.
     """
-    runs = {}
+    draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
     requests = arguments.requests or (12 if arguments.quick else 1024 if arguments.full else 256)
-    lengths = draw_lengths(requests, 16.0 if arguments.quick else 48.0, arguments.seed)
+    lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
         core = bare_engine(arguments.model, device, pool(size), max_model_len=MAX_LEN, **settings)
         runs[name] = record_run(core, lengths)
