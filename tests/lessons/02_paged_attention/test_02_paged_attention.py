@@ -154,7 +154,7 @@ def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved
 
 @pytest.mark.parametrize("name", ["sharegpt", "alpaca"])
 def test_many_requests_save_what_the_notes_say(name):
-    """By the arithmetic above: all samples but one save the prompt's full blocks."""
+    """Use the arithmetic above: all samples but one save the prompt's full blocks."""
     full = held = 0
     for lengths in workload(name).sample(2000):
         full += lengths.output_tokens * (lengths.prompt_tokens // 16)
