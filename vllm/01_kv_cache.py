@@ -31,7 +31,6 @@ from minivllm_lab.lesson import begin, keep
 from minivllm_lab.progress import track
 from minivllm_lab.proof import furthest, prove, show_errors
 from minivllm_lab.tables import console, heading
-from minivllm_lab.timing import median_seconds
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.memory import memory_ledger
 
@@ -261,9 +260,6 @@ def verify_kernels(device: torch.device) -> dict:
 
 
 # %% 5. The measurement: decode waits for memory, so more sequences at once are nearly free
-COUNTS = (1, 4, 16, 64)
-
-
 def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """Attend with our kernels on a GPU; on a CPU, where they are interpreted, with PyTorch over all slots."""
     if q.is_cuda:
@@ -277,8 +273,8 @@ def measure_intensity(device: torch.device, quick: bool) -> dict:
     """Count the FLOPs of a decode step per byte it reads, and compare its time with this device's rates."""
     roofline = report.Roofline(device, quick)
     fastest = getattr(torch, roofline.rates.fastest)  # many processors have no instructions for bfloat16
-    weight = torch.randn(2048 if quick else 16384, 4096, device=device).to(fastest)  # larger than any cache
-    for count in track(COUNTS, "reading weights"):
+    weight = torch.randn(16384, 4096, device=device).to(fastest)  # 134 MB: a processor's cache must not hold it
+    for count in track((1, 4, 16, 64), "reading weights"):
         x = torch.randn(count, 4096, device=device).to(fastest)
         bytes_moved = weight.element_size() * (weight.numel() + x.numel() + count * len(weight))
         roofline.measure(f"weights_{count}", partial(F.linear, x, weight), bytes_moved, 2 * count * weight.numel())
@@ -290,23 +286,6 @@ def measure_intensity(device: torch.device, quick: bool) -> dict:
         step, flops = partial(timed_batch, q, k, k, *cache, lengths), 4 * count * slots * q[0].numel()
         roofline.measure(f"cache_group_{group}", step, cache.nbytes, flops)
     return roofline.show()
-
-
-@torch.inference_mode()
-def measure_sequences(model, context: int = 128) -> dict:
-    """Measure the tokens per second when 1 to 64 sequences of `context` tokens decode together."""
-    rates, weight, config = {}, model.embed_tokens.weight, model.config
-    for count in track(COUNTS, "decoding sequences together"):
-        slots = (config.num_hidden_layers, count, context)
-        keys, values = weight.new_zeros(2, *slots, config.num_key_value_heads, config.head_dim)
-        lengths = torch.full((count,), context - 1, dtype=torch.int32, device=weight.device)
-
-        def attend(layer, q, k, v, keys=keys, values=values, lengths=lengths):
-            return timed_batch(q.contiguous(), k.contiguous(), v.contiguous(), keys[layer], values[layer], lengths)
-
-        step = partial(model, torch.zeros_like(lengths), lengths, attend)
-        rates[str(count)] = count / median_seconds(step, device=weight.device)
-    return report.show_sequences(rates)
 
 
 # %% 6. Break it: the card that is full and nearly empty, and the request that does not fit
@@ -335,7 +314,6 @@ def main(arguments: Namespace) -> None:
     heading("5. What limits decode")
     with control.watch():
         results["intensity"] = measure_intensity(device, arguments.quick)
-        results["sequences"] = measure_sequences(model)
     heading("6. Break it")
     unused = unused_shares((2048, 4096, 8192, ledger.max_model_len), arguments.seed)
     results["reservation"] = report.show_unused(unused)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import SMALL, exercise_test, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, SMALL, exercise_test, figures_of_quick_run, script_path
 from refusals import assert_refused
 
 from minivllm.models.attention import CausalAttention
@@ -150,6 +150,17 @@ def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved
         return lesson.BlockTable(lesson.BlockPool(blocks), block_size)
 
     assert saved_by_samples([RequestLengths(prompt, output)], samples, 16, new_table) == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "alpaca"])
+def test_many_requests_save_what_the_notes_say(name):
+    """Use the arithmetic above: all samples but one save the prompt's full blocks."""
+    full = held = 0
+    for lengths in workload(name).sample(2000):
+        full += lengths.output_tokens * (lengths.prompt_tokens // 16)
+        held += sum(-(-tokens // 16) for tokens in range(lengths.prompt_tokens + 1, lengths.total + 1))
+    notes = " ".join((REPOSITORY / "lessons/notes/02_paged_attention.md").read_text().split())
+    assert f"save {100 / 2 * full / held:.1f} to {500 / 6 * full / held:.1f} %" in notes
 
 
 def test_beams_that_differ_are_no_result(monkeypatch):

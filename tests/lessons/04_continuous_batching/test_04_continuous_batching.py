@@ -26,12 +26,6 @@ BLOCKS = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
 # ---- the seats -----------------------------------------------------------------------------------
 
 
-def test_the_formula_for_uniform_lengths():
-    uniform = list(range(1, 513))
-    for batch in (2, 4, 8, 16, 64):
-        assert lesson.static_utilization(uniform, batch) == pytest.approx((batch + 1) / (2 * batch), abs=0.003)
-
-
 def test_counts_agree_with_the_formula():
     results = lesson.measure_seats(requests=256, seats=8, seed=0)
     for shares in results.values():

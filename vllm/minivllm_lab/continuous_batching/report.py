@@ -65,20 +65,22 @@ def pool(block_size: int) -> CacheConfig:
 
 
 def measure_engine(arguments: argparse.Namespace, device: torch.device) -> dict:
-    """Run the engine with each of `WAYS` on the same requests; print and compare the throughput."""
+    """Run the engine with each of `WAYS` on the same requests; print and compare the steps and the
+    throughput.
+    """
     draw, outputs, runs = random.Random(arguments.seed), Lengths(16.0 if arguments.quick else 48.0), {}
-    requests = arguments.requests or (12 if arguments.quick else 256 if arguments.full else 72)
+    requests = arguments.requests or (12 if arguments.quick else 1024 if arguments.full else 256)
     lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
         core = bare_engine(arguments.model, device, pool(size), max_model_len=MAX_LEN, **settings)
         runs[name] = record_run(core, lengths)
-    base = runs["static, reserved"].throughput
-    results = {
-        name: {"most": run.most_running, "steps": len(run.steps), "rate": run.throughput, "gain": run.throughput / base}
-        for name, run in runs.items()
-    }
+    base, results = runs["static, reserved"], {}
+    for name, run in runs.items():
+        steps = {"most": run.most_running, "steps": len(run.steps), "fewer": len(base.steps) / len(run.steps)}
+        results[name] = {**steps, "rate": run.throughput, "gain": run.throughput / base.throughput}
     columns = (
-        "batching {name} | most at once {most} | steps {steps} | tokens a second {rate:,.0f} | × static {gain:.2f}"
+        "batching {name} | at once {most} | steps {steps:,} | × fewer {fewer:.2f} | tokens a second {rate:,.0f} | "
+        "× static {gain:.2f}"
     )
     record_table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", results, columns)
     alone, _, batched, paged = (figures["gain"] for figures in results.values())
@@ -128,13 +130,15 @@ def show_starved(tokens: Mapping[str, int], token_budget: int, steps: int) -> No
 
 def close(results: dict, seats: int, disturbance: str) -> None:
     """Print the conclusions, without those from timings if there was a `disturbance`."""
-    chat, ratio, gaps = results["slots"]["Azure conversation"], results["engine"], results["long_prompt"]
+    chat, gaps = results["slots"]["Azure conversation"], results["long_prompt"]
+    _, _, batched, paged = results["engine"]["ways"].values()
     closing(
         f"A static batch of {seats} chats uses {chat['static']:.0%} of its seats, "
         f"continuous batching {chat['continuous']:.0%}.",
         Timed(
-            f"In the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
-            f"and with pages {ratio['both']:.1f} times."
+            f"In the same memory the engine needed {batched['fewer']:.1f} times fewer steps than with static batching, "
+            f"and with pages {paged['fewer']:.1f} times. That made {batched['gain']:.1f} and {paged['gain']:.1f} times "
+            "the tokens a second on this machine."
         ),
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
         f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
@@ -164,5 +168,5 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     # With more seats than half of the counted requests, no request would have to wait.
     flags.add_argument("--seats", type=whole_number(1, 64), default=8, help="seats of the counted batch (up to 64)")
     at_least = whole_number(12, 4096)  # fewer are too few to compare
-    flags.add_argument("--requests", type=at_least, help="requests, at least 12 (default: 72, 12 quick, 256 full)")
+    flags.add_argument("--requests", type=at_least, help="requests, at least 12 (default: 256, 12 quick, 1024 full)")
     return flags

@@ -114,14 +114,6 @@ def show_sizes(kv_bytes_per_token: Callable[[ModelConfig], int]) -> dict[str, in
     return sizes
 
 
-def show_sequences(rates: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
-    """Print tokens per second by the number of sequences that decode together."""
-    gains = {count: rate / rates["1"] for count, rate in rates.items()}
-    rows = [(count, f"{rate:,.0f}", f"{gains[count]:.1f} ×") for count, rate in rates.items()]
-    table("Sequences that decode together", ("sequences", "tokens a second", "against one"), rows)
-    return {"tokens_per_second": rates, "gain": gains}
-
-
 def show_unused(workloads: Mapping[str, Mapping]) -> Mapping[str, Mapping]:
     """Print the share of reserved slots that stay empty, by kind of request and by length of the
     reservation; return `workloads`.
@@ -164,14 +156,14 @@ def show_card(ledger: MemoryLedger, workloads: Mapping[str, Mapping]) -> dict:
 def close(results: dict, disturbance: str) -> None:
     """Print the conclusions, without those from timings if there was a `disturbance`."""
     run, card = results["generation"], results["card"]
-    gain = results["sequences"]["gain"]["64"]
     closing(
         Timed(
             f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
             f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster."
         ),
         Timed(
-            f"Weights are read once for all: 64 sequences together gave {gain:.0f} times the tokens a second of one."
+            f"Weights are read once for all: one large matrix took {results['intensity']['longer_64']:.1f} times as "
+            "long for 64 sequences as for one."
         ),
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
         "short ones would fit. Lesson 02 makes them fit.",

@@ -102,6 +102,14 @@ def check_new_token_sees_itself_and_no_further(module):
     _agrees(module, _case(2, 2, 16, 5, 9))
 
 
+def check_garbage_may_look_like_tokens(module):
+    """Slots that an earlier request filled are not read: only `length` says which tokens are this request's."""
+    arguments = _case(2, 2, 16, 5, 9)
+    for cache in arguments[3:5]:
+        cache[5:] = cache[:4]
+    _agrees(module, arguments)
+
+
 def check_last_slot(module):
     """The last free slot can be filled."""
     _agrees(module, _case(2, 1, 16, 7, 8))
