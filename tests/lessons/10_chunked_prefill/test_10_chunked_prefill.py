@@ -193,8 +193,8 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("10", tmp_path, "--prompt", "600")
     chats = figures["chats"]
     assert list(chats) == list(report.QUICK_WAYS)
-    assert [record["chat_tokens"] for record in chats.values()] == [0, 4, 4]
-    steps = [1, *(lesson.steps_of_a_prompt(600, budget, 4) for budget in (512, 32))]
+    assert [record["chat_tokens"] for record in chats.values()] == [0, 4, 4, 4]
+    steps = [1, *(lesson.steps_of_a_prompt(600, budget, 4) for budget in (2048, 512, 32))]
     assert [record["steps"] for record in chats.values()] == steps
     assert figures["again"]["chunks"]["64"]["again"] == lesson.keys_read_again(figures["again"]["prompt"], 64)
     tiles = [record["rows"] for record in figures["tiles"].values()]

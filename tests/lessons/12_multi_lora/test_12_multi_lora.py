@@ -161,7 +161,8 @@ def test_quick_run(tmp_path):
     assert shared["unchanged"]["cached"] == 0 < shared["hashes ignore the adapter"]["cached"]
     assert shared["unchanged"]["text"] == texts["doctest"] != shared["hashes ignore the adapter"]["text"]
     slots = figures["slots"]
-    assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
+    assert slots["1"]["waiting"] > slots["2"]["waiting"] > 30 > slots["4"]["waiting"] > slots["8"]["waiting"] == 0
+    assert all(7 < record["running"] <= 8 for name, record in slots.items() if name != "cold")
     assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
     assert [record["filled"] for record in figures["ranks"].values()] == [1.0, 0.03125]
 

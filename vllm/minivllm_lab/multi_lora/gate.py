@@ -16,9 +16,8 @@ from minivllm_lab.pictures.drawing import BLANK, QUIET, legend, rect, svg, text,
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 
 WIDTH, LEFT, CELL = 700, 120, 34
-SEATS, SLOTS, ADAPTERS, REQUESTS, STEPS = 16, 2, 16, 160, 8
-IN_A_ROW = 16
-MEMORY = 4 * IN_A_ROW
+SEATS, SLOTS, ADAPTERS, STEPS = 16, 2, 16, 8
+IN_A_ROW, MOMENT = 16, 200
 DASH = "4 3"
 
 
@@ -29,31 +28,28 @@ class Moment(NamedTuple):
     waiting: list[int]
 
 
-def longest_queue() -> Moment:
-    """Return the engine's state when most requests wait.
+def usual_moment() -> Moment:
+    """Return the engine's state after 200 steps, when the queue no longer grows.
 
-    160 requests of 8 steps arrive, two before each step, for sixteen adapters in turn; there are
-    two LoRA slots, 16 seats and memory for all.
+    Before each step a request of 8 steps arrives, for sixteen adapters in turn; there are two LoRA
+    slots, 16 seats and memory for all.
     """
     limits = SchedulerConfig(max_model_len=STEPS + 1, max_num_seqs=SEATS, max_loras=SLOTS)
     scheduler = Scheduler(limits, CacheConfig(num_gpu_blocks=100, enable_prefix_caching=False))
-    coming = [(number // 2, 1 + number % ADAPTERS) for number in range(REQUESTS)]
-    moments: list[Moment] = []
-    while coming or scheduler.has_unfinished_requests():
-        while coming and coming[0][0] <= len(moments):
-            name = coming.pop(0)[1]
-            lora = LoRARequest(str(name), name, f"/adapters/{name}")
-            request_id = str(REQUESTS - len(coming))
-            scheduler.add_request(Request(request_id, [0], max_tokens=STEPS, lora_request=lora))
+    moment = Moment([], [])
+    for number in range(MOMENT + 1):
+        name = 1 + number % ADAPTERS
+        lora = LoRARequest(str(name), name, f"/adapters/{name}")
+        scheduler.add_request(Request(str(number), [0], max_tokens=STEPS, lora_request=lora))
         step = scheduler.schedule()
-        moments.append(Moment(_adapters(scheduler.running), _adapters(scheduler.waiting)))
+        moment = Moment(_adapters(scheduler.running), _adapters(scheduler.waiting))
         scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in step.num_scheduled_tokens}))
-    return max(moments, key=lambda moment: len(moment.waiting))
+    return moment
 
 
 def bet() -> str:
     """Draw seats, memory and queue, without the adapters."""
-    moment = longest_queue()
+    moment = usual_moment()
     parts = [text(16, 28, "What do they wait for?", size=15, bold=True)]
     parts += _seats(moment, 56, coloured=False)
     parts.append(text(LEFT - 12, 116, "memory", anchor="end"))
@@ -70,7 +66,7 @@ def bet() -> str:
 
 def reveal() -> str:
     """Draw the same moment with the two slots, and each request in the colour of its adapter."""
-    moment = longest_queue()
+    moment = usual_moment()
     active = sorted(set(moment.running))
     parts = [text(16, 28, "Both LoRA slots are taken, and all who wait need another adapter", size=15, bold=True)]
     parts.append(text(LEFT - 12, 74, "LoRA slots", anchor="end"))
@@ -150,15 +146,12 @@ def _seats(moment: Moment, y: float, *, coloured: bool) -> list[str]:
 def _queue(moment: Moment, y: float, *, coloured: bool) -> list[str]:
     active = sorted(set(moment.running))
     parts = [text(LEFT - 12, y + 18, f"{len(moment.waiting)} wait", anchor="end")]
-    for place, adapter in enumerate(moment.waiting[:MEMORY]):
+    for place, adapter in enumerate(moment.waiting):
         x, row = LEFT + place % IN_A_ROW * CELL, place // IN_A_ROW
         fill = _fill(adapter, active) if coloured else tint(INK, 0.35)
         parts.append(rect(x, y + row * 24, CELL - 4, 20, fill, label=str(adapter) if coloured else "", size=11))
-    if left := len(moment.waiting) - MEMORY:
-        parts.append(text(LEFT, y + 4 * 24 + 16, f"and {left} more", size=12, colour=QUIET))
     return parts
 
 
 def _queue_height(moment: Moment) -> float:
-    rows = min(4, -(-len(moment.waiting) // IN_A_ROW))
-    return 24 * rows + (24 if len(moment.waiting) > MEMORY else 0)
+    return 24 * -(-len(moment.waiting) // IN_A_ROW)
