@@ -95,7 +95,7 @@ def check_each_hash_is_made_from_the_one_before(module):
         tokens = [2 * index + 1, 2 * index + 2]
         assert block_hash == hash_of(module, parent, tokens), (
             f"block {index} has another hash than hash_block_tokens makes of the hash before it and {tokens}: "
-            "do you hash the prefix anew for each block?"
+            "do you hash the whole prefix again for each block?"
         )
         parent = block_hash
 
