@@ -238,31 +238,25 @@ def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the comparison: a lever's rank in the list, its gains here,
-    our rank, and its modelled gain on an H100.
+    """Return the columns and rows of the comparison: a lever's place in the list, our rank, and its
+    gains here and, modelled, on an H100, for both kinds of work.
     """
-    figures, names, modelled = found["figures"], found["levers"], found["modelled"]
+    figures, modelled = found["figures"], found["modelled"]
     order = _our_order(figures)
-    columns = [
-        "lever",
-        "the list's rank",
-        *(f"{work}: {how}" for how in ("ladder", "left out", "Shapley") for work in figures),
-        "our rank",
-        "H100, *modelled*",
-        "same tokens",
-    ]
-    rows = []
-    for name in names:
-        rows.append([
+    columns = ["lever", "list", "ours", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
+    rows = [
+        [
             name,
             str(BY_NAME[name].rank or "—"),
-            *(_factor(_bought(one["ladder"], name)) for one in figures.values()),
-            *(_worth(one, name) for one in figures.values()),
-            *(_spread(one["shapley"].get(name)) for one in figures.values()),
             _rank(order, name, figures),
-            " / ".join(_factor(factors.get(name)) for factors in modelled.values()),
+            _pair(_worth(one, name) for one in figures.values()),
+            _pair(_factor(_bought(one["ladder"], name)) for one in figures.values()),
+            _pair(_factor(one["shapley"].get(name, {}).get("factor")) for one in figures.values()),
+            _pair(_factor(factors.get(name)) for factors in modelled.values()),
             "yes" if BY_NAME[name].exact else "nearly",
-        ])  # fmt: skip
+        ]
+        for name in found["levers"]
+    ]
     return columns, rows
 
 
@@ -274,10 +268,6 @@ def _bought(rungs: list[Measured], name: str) -> float:
 
 def _factor(value: float | None) -> str:
     return "—" if value is None else f"{value:.2f} ×"
-
-
-def _spread(value: dict[str, float] | None) -> str:
-    return "—" if value is None else f"{value['factor']:.2f} × ({value['least']:.2f}–{value['most']:.2f})"
 
 
 def extremes(work: Measured, name: str) -> tuple[float, float]:
@@ -317,24 +307,9 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
 
 def comparison(found: dict[str, Any]) -> str:
     """Return the table of every lever in lesson 05's notes, and how it was measured."""
-    where, figures, modelled = found["machine"], found["figures"], found["modelled"]
-    order = _our_order(figures)
-    columns = ["lever", "list", "ours", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
-    rows = [
-        [
-            name,
-            str(BY_NAME[name].rank or "—"),
-            _rank(order, name, figures),
-            _pair(_worth(one, name) for one in figures.values()),
-            _pair(_factor(_bought(one["ladder"], name)) for one in figures.values()),
-            _pair(_factor(one["shapley"].get(name, {}).get("factor")) for one in figures.values()),
-            _pair(_factor(factors.get(name)) for factors in modelled.values()),
-            "yes" if BY_NAME[name].exact else "nearly",
-        ]
-        for name in found["levers"]
-    ]
+    where = found["machine"]
     return (
-        f"{markdown_table(columns, rows)}\n\n"
+        f"{markdown_table(*_comparison(found))}\n\n"
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}, "
         f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. *Modelled*: left out, "
         "Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on measured figures. Compared with "
