@@ -238,31 +238,25 @@ def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the comparison: a lever's rank in the list, its gains here,
-    our rank, and its modelled gain on an H100.
+    """Return the columns and rows of the comparison: a lever's place in the list, our rank, and its
+    gains here and, modelled, on an H100, for both kinds of work.
     """
-    figures, names, modelled = found["figures"], found["levers"], found["modelled"]
+    figures, modelled = found["figures"], found["modelled"]
     order = _our_order(figures)
-    columns = [
-        "lever",
-        "the list's rank",
-        *(f"{work}: {how}" for how in ("ladder", "left out", "Shapley") for work in figures),
-        "our rank",
-        "H100, *modelled*",
-        "same tokens",
-    ]
-    rows = []
-    for name in names:
-        rows.append([
+    columns = ["lever", "list", "ours", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
+    rows = [
+        [
             name,
             str(BY_NAME[name].rank or "—"),
-            *(_factor(_bought(one["ladder"], name)) for one in figures.values()),
-            *(_factor(one["leave_one_out"].get(name, {}).get("factor")) for one in figures.values()),
-            *(_spread(one["shapley"].get(name)) for one in figures.values()),
-            str(order.index(name) + 1) if name in order else "—",
-            " / ".join(_factor(factors.get(name)) for factors in modelled.values()),
+            _rank(order, name, figures),
+            _pair(_worth(one, name) for one in figures.values()),
+            _pair(_factor(_bought(one["ladder"], name)) for one in figures.values()),
+            _pair(_factor(one["shapley"].get(name, {}).get("factor")) for one in figures.values()),
+            _pair(_factor(factors.get(name)) for factors in modelled.values()),
             "yes" if BY_NAME[name].exact else "nearly",
-        ])  # fmt: skip
+        ]
+        for name in found["levers"]
+    ]
     return columns, rows
 
 
@@ -276,8 +270,31 @@ def _factor(value: float | None) -> str:
     return "—" if value is None else f"{value:.2f} ×"
 
 
-def _spread(value: dict[str, float] | None) -> str:
-    return "—" if value is None else f"{value['factor']:.2f} × ({value['least']:.2f}–{value['most']:.2f})"
+def extremes(work: Measured, name: str) -> tuple[float, float]:
+    """Return the least and the greatest factor of a lever that is left out: the slowest run with
+    everything over the fastest without the lever, and the fastest over the slowest.
+    """
+    slowest, fastest = work["leave_one_out"][name]["spread"]
+    least, most = work["everything"]["spread"]
+    return least / fastest, most / slowest
+
+
+def is_told_from_1(work: Measured, name: str) -> bool:
+    """Return whether all runs agree that the lever gains, or that it costs."""
+    least, most = extremes(work, name)
+    return least > 1 or most < 1
+
+
+def _worth(work: Measured, name: str) -> str:
+    if name not in work["leave_one_out"]:
+        return "—"
+    return _factor(work["leave_one_out"][name]["factor"]) if is_told_from_1(work, name) else "≈ 1"
+
+
+def _rank(order: list[str], name: str, figures: dict[str, Any]) -> str:
+    """Return our rank of a lever, or a dash if no kind of work tells it from 1."""
+    ranked = name in order and any(is_told_from_1(work, name) for work in figures.values())
+    return str(order.index(name) + 1) if ranked else "—"
 
 
 def _our_order(figures: dict[str, Any]) -> list[str]:
@@ -290,24 +307,9 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
 
 def comparison(found: dict[str, Any]) -> str:
     """Return the table of every lever in lesson 05's notes, and how it was measured."""
-    where, figures, modelled = found["machine"], found["figures"], found["modelled"]
-    order = _our_order(figures)
-    columns = ["lever", "list", "ours", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
-    rows = [
-        [
-            name,
-            str(BY_NAME[name].rank or "—"),
-            str(order.index(name) + 1) if name in order else "—",
-            _pair(one["leave_one_out"].get(name, {}).get("factor") for one in figures.values()),
-            _pair(_bought(one["ladder"], name) for one in figures.values()),
-            _pair(one["shapley"].get(name, {}).get("factor") for one in figures.values()),
-            _pair(factors.get(name) for factors in modelled.values()),
-            "yes" if BY_NAME[name].exact else "nearly",
-        ]
-        for name in found["levers"]
-    ]
+    where = found["machine"]
     return (
-        f"{markdown_table(columns, rows)}\n\n"
+        f"{markdown_table(*_comparison(found))}\n\n"
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}, "
         f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. *Modelled*: left out, "
         "Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on measured figures. Compared with "
@@ -317,12 +319,12 @@ def comparison(found: dict[str, Any]) -> str:
 
 def finding(found: dict[str, Any]) -> str:
     """Return the README's sentence, which sums up the comparison."""
-    chat, mixed = (work["leave_one_out"] for work in found["figures"].values())
-    worth = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
+    works = found["figures"].values()
+    worth = {name: " and ".join(_worth(work, name) for work in works) for name in found["levers"]}
     return (
-        "**No ranking holds for every load:** prefix caching multiplies the throughput of chats and mixed texts by "
-        f"{worth['prefix caching']}, paging by {worth['paging']}, "
-        f"and the KV cache, which rankings take for granted, by {worth['KV cache']}."
+        "**No ranking holds for every load:** in throughput of chats and of mixed texts, prefix caching is worth "
+        f"{worth['prefix caching']}, paging {worth['paging']}, "
+        f"and the KV cache, which rankings take for granted, {worth['KV cache']}."
     )
 
 
@@ -332,27 +334,26 @@ def pages(found: dict[str, Any]) -> dict[Path, str]:
     return {page: put_between_marks(page.read_text(), name, part(found)) for page, (name, part) in parts.items()}
 
 
-def _pair(values: Iterable[float | None]) -> str:
-    """Format the factors of the two kinds of work as "chat / mixed", with a dash where there is
-    none.
-    """
-    known = [_factor(value) for value in values if value is not None]
+def _pair(values: Iterable[str]) -> str:
+    """Join what belongs to the two kinds of work as "chat / mixed", with one dash if there is none."""
+    known = [value for value in values if value != "—"]
     return " / ".join(known) or "—"
 
 
 def draw(found: dict[str, Any], path: str) -> None:
     """Draw how many times the throughput each lever is worth when it alone is left out: a dot for
-    each kind of work.
+    each kind of work, on a line between the extremes of its runs.
     """
     figures, machine = found["figures"], found["machine"]
     order = _our_order(figures)
     ranks = {name: f"{name} ({BY_NAME[name].rank or 'not in the list'})" for name in order}
     with panels(path, columns=1, width=7.2, height=4.2) as (axis,):
         axis.axvline(1, color=GREY, linewidth=1)
-        for (work, each), colour in zip(figures.items(), (BLUE, ORANGE), strict=True):
-            factors = [each["leave_one_out"][name]["factor"] for name in order]
-            axis.plot(factors, range(len(order)), "o", color=colour, label=work)
-        axis.set(xscale="log", xlim=(0.7, 60), title="Throughput with all levers, over throughput without this one")
+        for (work, each), colour, below in zip(figures.items(), (BLUE, ORANGE), (-0.14, 0.14), strict=True):
+            places = [place + below for place in range(len(order))]
+            axis.plot([each["leave_one_out"][name]["factor"] for name in order], places, "o", color=colour, label=work)
+            axis.hlines(places, *zip(*(extremes(each, name) for name in order), strict=True), color=colour)
+        axis.set(xscale="log", xlim=(0.6, 60), title="Throughput with all levers, over throughput without this one")
         where = machine["gpu"] or f"{machine['cores']} cores of an {machine['cpu']} processor"
         axis.set_xlabel(f"the embedded model on {where}\n(in brackets: the rank in the list)")
         axis.set_xticks((1, 2, 4, 8, 16, 32), ("1 ×", "2 ×", "4 ×", "8 ×", "16 ×", "32 ×"))

@@ -1,6 +1,8 @@
 """Check the part of exercise 05 that needs nothing but Python: a page runs these checks, too."""
 
+import builtins
 import random
+from unittest import mock
 
 from minivllm.core.block_hash import hash_new_full_blocks
 
@@ -57,6 +59,16 @@ def check_the_parent_counts(module):
         )
 
 
+def check_another_process_makes_the_same_hash(module):
+    """A hash does not come from Python's `hash()`, whose values differ from process to process."""
+
+    def refuse(_):
+        raise AssertionError("Python's hash() has other values in another process, and only 8 bytes")
+
+    with mock.patch.object(builtins, "hash", refuse):
+        hash_of(module, ZEROS, [1, 2], b"ann")
+
+
 def check_full_blocks_have_hashes(module):
     """Nine tokens in blocks of 4 have two hashes, and eight of them the same two."""
     hashes = module.block_hashes(list(range(9)), 4)
@@ -74,6 +86,18 @@ def check_a_hash_stands_for_the_whole_prefix(module):
     assert len(set(again)) == 3, "three equal blocks in one text have different prefixes, so different hashes"
     near, far = (module.block_hashes([first, *range(199)], 4) for first in (1, 2))
     assert near[-1] != far[-1], "two texts of 200 tokens that differ in the first have the same last hash"
+
+
+def check_each_hash_is_made_from_the_one_before(module):
+    """A block's hash is `hash_block_tokens` of the hash before it and the block's tokens alone."""
+    parent = ZEROS
+    for index, block_hash in enumerate(module.block_hashes([1, 2, 3, 4, 5, 6], 2)):
+        tokens = [2 * index + 1, 2 * index + 2]
+        assert block_hash == hash_of(module, parent, tokens), (
+            f"block {index} has another hash than hash_block_tokens makes of the hash before it and {tokens}: "
+            "do you hash the whole prefix again for each block?"
+        )
+        parent = block_hash
 
 
 def check_extra_keys_separate_users(module):

@@ -190,4 +190,5 @@ def test_quick_run(tmp_path):
         assert figure["little"] <= 1.01 * int(clients), "no more can be inside than ask"
     ways = figures["ways"]["ways"]
     assert ways["TP"]["alone_ms"] < ways["DP"]["alone_ms"] < ways["PP"]["alone_ms"]
+    assert ways["TP"]["tpot_ms"]["at_60"] < ways["DP"]["tpot_ms"]["at_60"]
     assert ways["TP"]["sent_64"] > 50 * ways["PP"]["sent_64"] > 0

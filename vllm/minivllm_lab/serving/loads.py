@@ -19,22 +19,18 @@ PROMPT_TOKENS = 32
 
 
 class Sizes(NamedTuple):
-    """The amount of work that the lesson measures; modelled knees are sought between the two rates
-    in `knees`.
-    """
+    """The amount of work that the lesson measures; modelled requests arrive for `simulated` seconds."""
 
     output_tokens: int = 64
     traced: int = 7
     seconds_unread: float = 1.5
     rounds_of_clients: int = 6
     closed: Sequence[int] = (1, 16, 64, 96)
-    simulated: int = 60
-    knees: tuple[int, int] = (1, 241)
-    bisections: int = 4
+    simulated: float = 10.0
 
 
 FULL = Sizes()
-QUICK = Sizes(16, 1, 0.6, 1, (1, 4), 4, (1, 25), 1)
+QUICK = Sizes(16, 1, 0.6, 1, (1, 4), 0.5)
 
 
 def sizes(arguments: argparse.Namespace) -> Sizes:

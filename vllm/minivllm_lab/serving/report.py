@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,18 +18,18 @@ from minivllm_lab.engines.http_load import Ask
 from minivllm_lab.pictures import palette
 from minivllm_lab.pictures.figures import SMALL_TEXT, curves, panels
 from minivllm_lab.progress import track
-from minivllm_lab.serving.loads import Sizes, describe_knee, load_completions, prompts, sizes, to_real
+from minivllm_lab.serving.loads import describe_knee, load_completions, prompts, sizes, to_real
 from minivllm_lab.serving.request_trace import HOPS, trace
 from minivllm_lab.tables import Timed, closing, console, heading, ms, record_table
-from minivllm_simulate.deployments import bytes_sent, deployment, find_knee, serve
+from minivllm_simulate.deployments import bytes_sent, deployment, serve
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 
 SLO_TTFT = 0.25
 """Seconds to a first token, by default."""
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
-TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
-"""Seconds, of the modelled deployments."""
+RATES = (60, 120, 200)
+"""Requests a second, at the modelled deployments."""
 
 
 # ---- 1. one request ------------------------------------------------------------------------------
@@ -106,37 +104,29 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 
 
 def measure_ways(arguments: argparse.Namespace) -> dict:
-    """Simulate one model on four GPUs under TP, PP and DP: what is sent, what fits, the speed, and
-    the knees.
+    """Simulate one model on four GPUs under TP, PP and DP: what is sent, what fits, how long a token
+    takes at some rates, and how many requests then wait.
     """
     heading("6. TP, PP and DP")
-    model, gpu, size = known_model(MODEL), get_hardware(GPU), sizes(arguments)
+    model, gpu, seconds = known_model(MODEL), get_hardware(GPU), sizes(arguments).simulated
     results = {}
     for way in track(("TP", "PP", "DP"), "simulating"):
         placed = deployment(model, gpu, way, GPUS)
-        served = cache(partial(serve, placed, counted=size.simulated, seed=arguments.seed))
-
-        def knee(tpot: float, served: Callable = served) -> float:
-            return find_knee(lambda rate: served(rate).attainment(TTFT_SLO, tpot), *size.knees, size.bisections)
-
+        groups, seed = placed.layout.groups, arguments.seed
+        runs = {rate: serve(placed, rate, round(seconds * rate / groups), seed=seed) for rate in RATES}
         results[way] = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
-            "kv_tokens": placed.kv_tokens() * placed.layout.groups,
-            "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=arguments.seed).tpots),
-            "knees": {name: knee(tpot) for name, tpot in TPOT_SLOS.items()},
+            "kv_tokens": placed.kv_tokens() * groups,
+            "alone_ms": 1e3 * statistics.median(serve(placed, 0.01, 12, seed=seed).tpots),
+            "tpot_ms": {f"at_{rate}": 1e3 * statistics.median(run.tpots) for rate, run in runs.items()},
+            "waiting": groups * runs[RATES[-1]].queue,
         }
-    shown = {way: {**each, "sent": each["sent_64"] / 1e6, **shown_knees(each, size)} for way, each in results.items()}
+    shown = {way: {**each, **each["tpot_ms"], "sent": each["sent_64"] / 1e6} for way, each in results.items()}
     columns = "way {name} | MB sent, 64 tokens {sent:.1f} | tokens cached {kv_tokens:,} | TPOT alone, ms {alone_ms:.1f}"
-    columns += "".join(f" | knee, TPOT ≤ {1e3 * slo:g} ms {{{name}}}" for name, slo in TPOT_SLOS.items())
-    off = (size.knees[1] - size.knees[0]) / 2**size.bisections
-    caption = f"knees in requests a second, too low by {off:g} at most (ShareGPT's lengths, TTFT ≤ {TTFT_SLO:g} s)."
+    columns += "".join(f" | at {rate}/s {{at_{rate}:.1f}}" for rate in RATES) + " | then waiting {waiting:,}"
+    caption = f"TPOT is the median of the requests that come in {seconds:g} s (ShareGPT's lengths)."
     record_table(f"{MODEL} on {GPUS} {GPU}, modelled", shown, columns, caption)
     return {"ways": results}
-
-
-def shown_knees(record: Mapping[str, Any], size: Sizes) -> dict[str, str]:
-    """Format modelled knees, with "≥" where even the highest rate met the service level."""
-    return {name: f"{'≥ ' if rate == size.knees[1] else ''}{rate:.0f}" for name, rate in record["knees"].items()}
 
 
 # ---- the whole lesson ----------------------------------------------------------------------------
@@ -146,7 +136,8 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_results = results["slow"], results["left"], results["load"]
     knee = describe_knee(load_results["knee"], load_results["least"], load_results["most"])
-    knees = {way: shown_knees(record, sizes(arguments)) for way, record in results["ways"]["ways"].items()}
+    tokens = {way: record["tpot_ms"] for way, record in results["ways"]["ways"].items()}
+    low, high = f"at_{RATES[0]}", f"at_{RATES[-1]}"
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
@@ -156,9 +147,9 @@ def close(results: dict, arguments: argparse.Namespace, disturbance: str) -> Non
             f"requests waited {load_results['above']['ttft_first_ms']:,.0f} ms for a first token, the last "
             f"{load_results['above']['ttft_last_ms']:,.0f}."
         ),
-        f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP handles "
-        f"{knees['TP']['tight']} requests a second and DP {knees['DP']['tight']}; within "
-        f"{1e3 * TPOT_SLOS['loose']:g} ms {knees['TP']['loose']} and {knees['DP']['loose']}.",
+        f"On {GPUS} {GPU}, modelled: at {RATES[0]} requests a second a token of {MODEL} takes "
+        f"{tokens['TP'][low]:.1f} ms with TP and {tokens['DP'][low]:.1f} with DP, at {RATES[-1]} "
+        f"{tokens['TP'][high]:.1f} and {tokens['DP'][high]:.1f}.",
         disturbance=disturbance,
     )
 
