@@ -75,12 +75,16 @@ def closing(*sentences: str, disturbance: str = "") -> None:
         _bullet(f"This machine was disturbed ({disturbance}): {again}.")
 
 
-def _bullet(sentence: str) -> None:
-    """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is
-    less.
+def say(sentence: str, first: str = "", others: str = "") -> None:
+    """Print a sentence, wrapped at words to 80 columns or the terminal's width, whichever is less;
+    its lines begin with `first` and `others`.
     """
-    lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
-    console.print("\n".join(lines), markup=False)
+    width = min(console.width, MOST_COLUMNS)
+    console.print(textwrap.fill(sentence, width, initial_indent=first, subsequent_indent=others), markup=False)
+
+
+def _bullet(sentence: str) -> None:
+    say(sentence, "  • ", "    ")
 
 
 class _Cells(string.Formatter):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import textwrap
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +18,7 @@ from minivllm.errors import MinivllmError
 from minivllm_lab.cli import Parser
 from minivllm_lab.museum.copies import is_set_up, note_solved, observe, room_of, set_up, solved
 from minivllm_lab.museum.exhibits import ENGINE, NUM_HINTS, Exhibit, exhibits, find_exhibit, what_happens_in
-from minivllm_lab.tables import MOST_COLUMNS, console, table
+from minivllm_lab.tables import console, say, table
 
 NOTHING = "—"
 LONGEST = 240
@@ -38,7 +37,7 @@ def show_list() -> None:
         console.print(f"lesson {lesson:02d}")
         for entry in group:
             mark = "✓" if str(entry.number) in done else " "
-            _say(f"{mark} {entry.number:>2}  {entry.title}: {entry.symptom}", indent=" " * 6)
+            say(f"{mark} {entry.number:>2}  {entry.title}: {entry.symptom}", others=" " * 6)
     console.print(f"{len(done)} of {len(exhibits())} solved")
     console.print("make bugs B=1 sets one up; lessons/bugs/README.md explains the rest")
 
@@ -50,13 +49,13 @@ def show_exhibit(exhibit: Exhibit) -> None:
     fresh = set_up(exhibit)
     sound, changed = (seen[exhibit.workload] for seen in observe([exhibit.workload], None, room_of(exhibit)))
     console.print(f"[bold]{exhibit.number}. {exhibit.title}[/bold] (lesson {exhibit.lesson:02d})")
-    _say(exhibit.symptom)
-    _say(f"The workload: {what_happens_in(exhibit.workload)} ({exhibit.workload} in minivllm_lab/museum/workloads.py)")
+    say(exhibit.symptom)
+    say(f"The workload: {what_happens_in(exhibit.workload)} ({exhibit.workload} in minivllm_lab/museum/workloads.py)")
     _show_difference(sound, changed)
     here = _shown(room_of(exhibit))
     console.print(f"The engine with the defect is in {here}/minivllm.", markup=False)
     if not fresh:
-        _say(f"You have changed it, so it was left unchanged. To start again, delete {here}.")
+        say(f"You have changed it, so it was left unchanged. To start again, delete {here}.")
     console.print(
         f"  PYTHONPATH={here} uv run python -P FILE.py   a script of yours on this engine\n"
         f"  make bugs B={exhibit.number} HINT=1                a hint, of {NUM_HINTS}\n"
@@ -74,7 +73,7 @@ def show_hint(exhibit: Exhibit, which: str) -> None:
     """
     if which not in [str(index + 1) for index in range(NUM_HINTS)]:
         raise MinivllmError(f"there is no hint {which!r} (choose 1 to {NUM_HINTS})")
-    _say(f"Hint {which}: {exhibit.hints[int(which) - 1]}")
+    say(f"Hint {which}: {exhibit.hints[int(which) - 1]}")
 
 
 def judge_line(exhibit: Exhibit, place: str) -> None:
@@ -90,7 +89,7 @@ def judge_line(exhibit: Exhibit, place: str) -> None:
         return
     note_solved(exhibit, "line")
     console.print(f"Found: {exhibit.file}, line {exhibit.lines()[0]}, in {exhibit.function}.", markup=False)
-    _say(exhibit.why)
+    say(exhibit.why)
 
 
 def parse_place(place: str) -> tuple[str, int]:
@@ -131,12 +130,12 @@ def try_copy(exhibit: Exhibit) -> bool:
         return False
     broken = [name for name in names if changed[name] != sound[name]]
     if broken:
-        _say(f"The symptom is gone, but now something else is wrong: {', '.join(broken)}. The first of them:")
+        say(f"The symptom is gone, but now something else is wrong: {', '.join(broken)}. The first of them:")
         _show_difference(sound[broken[0]], changed[broken[0]])
         return False
     note_solved(exhibit, "mended")
-    _say(f"Repaired: the symptom is gone, and the other {len(names) - 1} workloads behave as on the sound engine.")
-    _say(exhibit.why)
+    say(f"Repaired: the symptom is gone, and the other {len(names) - 1} workloads behave as on the sound engine.")
+    say(exhibit.why)
     return True
 
 
@@ -159,12 +158,6 @@ def _value(seen: dict[str, Any], name: str) -> str:
     text = repr(value) if isinstance(value, str) and name != "raised" else str(value)
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return text.replace("[", "\\[")
-
-
-def _say(text: str, indent: str = "") -> None:
-    """Print text wrapped at words; all lines but the first begin with `indent`."""
-    lines = textwrap.wrap(text, min(console.width, MOST_COLUMNS), subsequent_indent=indent)
-    console.print("\n".join(lines), markup=False)
 
 
 def _shown(path: Path) -> str:
