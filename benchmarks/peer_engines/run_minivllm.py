@@ -2,7 +2,9 @@
 
 from protocol import lora_ids, serve, workload
 
-from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.entrypoints.llm import LLM
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
 
 
 def main() -> None:

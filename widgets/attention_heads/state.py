@@ -90,7 +90,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Use:
-    """What the attention of one GPU makes of each byte of the cache that it reads."""
+    """The attention of one GPU, and how often it uses each byte of the cache that it reads."""
 
     name: str
     query_heads: int
