@@ -110,7 +110,6 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line([*state.run, *walls], waits, BLUE)
         if state.slots in state.run:
             _draw_here(axes, state)
-        axes.tips(state.run, lambda slots: _tip(state, slots))
 
 
 def _draw_here(axes: Axes, state: State) -> None:
@@ -145,15 +144,6 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     }[cause]
 
 
-def _tip(state: State, slots: int) -> str:
-    point, taken = state.points[slots], gigabytes(slots * state.serving.cost.slot_bytes)
-    return (
-        f"{counted(slots, 'slot')}, {taken}: {percent(CLIENTS)} have their first token within "
-        f"{seconds(state.first(slots))}; on average {point.distinct:.3g} adapters are in use, and {point.held:.3g} "
-        f"requests wait only for a slot"
-    )
-
-
 def _draw_memory(axes: Axes, state: State) -> None:
     """Draw how much of the memory beside the weights the slots leave for the KV cache."""
     drawing, box, most = axes.drawing, axes.box, min(ACROSS.high, state.serving.most_slots)
@@ -170,8 +160,8 @@ def _draw_memory(axes: Axes, state: State) -> None:
     axes.also_here(state.slots)
     if point := state.points.get(state.slots):
         words = f"{percent(1 - point.cache_used)} free"
-        wide = BOLD * text_width(words, SMALL)
-        x = 8 + max(box.x, min(axes.at(state.slots, 0)[0], axes.at(most, 0)[0] - 40 - wide))
+        wide, here = BOLD * text_width(words, SMALL), axes.at(state.slots, 0)[0]
+        x = here + 8 if here + wide + 48 < axes.at(most, 0)[0] else max(box.x, here - wide - 16) + 8
         drawing.text((x, box.y + 17), words, size=SMALL, bold=True, halo=IDLE)
         drawing.text((box.x + 8 if x > box.x + 80 else x + wide + 12, box.y + 17), "KV cache", size=SMALL)
 
@@ -218,11 +208,10 @@ def _draw_copies(drawing: Drawing, state: State, y: float) -> float:
         drawing.rect(box, IDLE if index < fits else BROKEN, stroke=MID if index < fits else VERMILLION)
         if index >= fits:
             drawing.hatch(box, VERMILLION)
-    edge, right = left + fits * each - 2, left + count * each
+    edge, colour = left + fits * each - 2, VERMILLION if fits < count else INK
     if fits < count:
         drawing.line((edge, y - 22), (edge, y + 14), INK, width=3)
-    colour, words = VERMILLION if fits < count else INK, f"{fits} of {count} fit"
-    drawing.text((right + 5, y + 1), words, size=SMALL, colour=colour, bold=True)
+    drawing.text((left + count * each + 5, y + 1), f"{fits} of {count} fit", size=SMALL, colour=colour, bold=True)
     return y
 
 

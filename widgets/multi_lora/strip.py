@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
-from minivllm_lab.drawing import ink_on, text_width
+from minivllm_lab.drawing import ink_on
 from minivllm_lab.palette import GREEN, INK, SKY, VERMILLION
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
@@ -40,10 +40,10 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     _write(drawing, y + 10, queue_words)
     gate = _draw_boxes(drawing, y + 18, queue, rows=1) + 10
     _write(drawing, gate + 20, slot_words)
-    words, right = f"{missing} missing", drawing.width - LEFT
-    if missing and max(text_width(each + words, SMALL) for each in slot_words) + 8 < right - LEFT:
+    if missing:
         with drawing.answer():
-            drawing.text((right, gate + 20), words, size=SMALL, colour=GREEN, anchor="end")
+            place = drawing.width - LEFT, gate + 20
+            drawing.text(place, f"{missing} missing", size=SMALL, colour=GREEN, anchor="end")
     bottom = _draw_boxes(drawing, gate + 28, slots, rows=2, missing=missing) + 10
     drawing.rect(Box(MARGIN, gate, drawing.width - 2 * MARGIN, bottom - gate), "none", stroke=MID, radius=6)
     for _, at in _stays([bool(frame.held_for) or None for frame in frames]):

@@ -42,11 +42,6 @@ def percent(share: float, beside: float | None = None) -> str:
     return f"{float(f'{value:.{digits}g}'):.15g} %"
 
 
-def slots(size: int) -> str:
-    """Format a block size in words."""
-    return f"Blocks of {size}" if size > 1 else "Blocks of 1 slot"
-
-
 def draw(state: State, width: float, pinned: State | None, description: str) -> str:
     """Draw the picture as SVG."""
     drawing = Drawing(width, 0, "A pool of blocks", description)
@@ -76,14 +71,13 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     if pinned:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
-        tips = [f"{slots(size)}: {percent(state.extra[size])} in vain (modelled)." for size in taken]
-        axes.line(taken, extra, PURPLE, width=1.5, tips=tips)
+        axes.line(taken, extra, PURPLE, width=1.5)
         axes.name(taken[1:], extra[1:], "look-up bytes", PURPLE)
     axes.mark_y(state.allowed, f"limit: {percent(state.allowed)}")
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(state.block_size, "block_size")
     with drawing.answer():
-        tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
+        tips = [f"Blocks of {size}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
         least = sizes.index(DEFAULT)
         for part, dash in ((slice(1, least + 1), "2 6"), (slice(least, None), "")):  # blocks of 1 have no empty slot
             axes.line(sizes[part], empty[part], ORANGE, width=3, dash=dash, tips=tips[part])
@@ -131,11 +125,9 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     seen = [_holdings(frame, size) for frame in play.frames]
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, IDLE, tip=f"Block {block}: free.")
-    owned = _layers(seen, play.num_blocks, lambda holding: holding._replace(filled=0))
-    for request, marks in _layered(drawing, owned):
+    for request, marks in _layered(drawing, seen, play.num_blocks, lambda holding: holding._replace(filled=0)):
         _draw_owned(drawing, request, marks, places)
-    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled))
-    for _, marks in _layered(drawing, filled):
+    for _, marks in _layered(drawing, seen, play.num_blocks, lambda holding: (holding.request, holding.filled)):
         paths = [_slots(places[block], value[1], size) for block, value in marks]
         drawing.add(f'<path d="{"".join(paths)}" fill="{BLUE}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
@@ -145,7 +137,8 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
 def _write(drawing: Drawing, words: Iterable[tuple[Box, str]], down: float, style: str = PLAIN) -> None:
     """Write words in the middle of their boxes, `down` pixels below the tops, as one group of equal texts."""
     marks = [f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + down:g}">{content}</text>' for box, content in words]
-    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
+    if marks:
+        drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
@@ -172,37 +165,37 @@ def _grid(places: Sequence[Box], size: int) -> str:
     return "".join([f"M{x:.1f} {top:g}v{SLOTS}" for x in down] + [f"M{left:g} {y:g}H{right:g}" for y in across])
 
 
-def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
-    """Group the blocks' marks by request and by the first and last frame of an unchanged mark."""
-    layers: _Layers = {}
+def _layered(
+    drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[_Holding], Any]
+) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+    """Group the blocks' marks by request and by the first and last frame of an unchanged mark, and yield each
+    group inside a layer of the drawing.
+    """
+    layers: dict[tuple[int, int, int], list[tuple[int, Any]]] = {}
     for block in range(1, num_blocks):
         held = [frame.get(block) for frame in seen]
         for value, first, last in _runs([holding and mark(holding) for holding in held]):
             layers.setdefault((value[0], first, last), []).append((block, value))
-    return layers
+    for (request, first, last), marks in layers.items():
+        with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
+            yield request, marks
 
 
 def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, _Holding]], places: Sequence[Box]) -> None:
+    heads: dict[str, str] = {}
     for block, holding in marks:
         owner = f"request {request}, entry {holding.entry}" if request else "in no table"
-        tip = f"Block {block}: {owner}" + (f". ✕ {holding.fault}" if holding.fault else "")
-        drawing.rect(places[block], ORANGE, tip=tip)
-        head = VERMILLION if holding.fault else SHARED if holding.shared else RESERVED
-        drawing.rect(replace(places[block], height=NUMBER), head, tip=tip)
+        drawing.rect(
+            places[block], ORANGE, tip=f"Block {block}: {owner}" + f". ✕ {holding.fault}" * bool(holding.fault)
+        )
+        fill = VERMILLION if holding.fault else SHARED if holding.shared else RESERVED
+        heads[fill] = heads.get(fill, "") + _outline(replace(places[block], height=NUMBER))
+    for fill, path in heads.items():
+        drawing.add(f'<path d="{path}" fill="{fill}" pointer-events="none"/>')
     names = [(places[block], f"R{request}") for block, _ in marks if request and places[block].width > ROOMY]
     _write(drawing, names, 26)
     wrong = [(places[block], "✕") for block, holding in marks if holding.fault]
     _write(drawing, wrong, NUMBER + SLOTS + 13, f'fill="{WORDS[VERMILLION]}" font-weight="600"')
-
-
-_Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
-"""Blocks and their marks, by (request, first frame, last frame)."""
-
-
-def _layered(drawing: Drawing, layers: _Layers) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-    for (request, first, last), marks in layers.items():
-        with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
-            yield request, marks
 
 
 class _Holding(NamedTuple):
@@ -287,9 +280,9 @@ def _draw_table(
     left = max(MARGIN, min(middle - each * len(blocks) / 2, drawing.width - MARGIN - beside - each * len(blocks)))
     boxes = [Box(left + entry * each, top, each - 2, ENTRY) for entry in range(len(blocks))]
     drawing.text((boxes[-1].right + 8, top + 14), name, size=SMALL, bold=True)
-    tip = f"{name}: its block table is {', '.join(map(str, blocks))}"
-    for box, block in zip(boxes, blocks, strict=True):
-        drawing.rect(box, SHARED if block in shared else RESERVED, stroke=INK, tip=tip)
+    twice = [box for box, block in zip(boxes, blocks, strict=True) if block in shared]
+    for fill, cells in ((RESERVED, boxes), (SHARED, twice)):
+        drawing.add(f'<path d="{"".join(map(_outline, cells))}" fill="{fill}" stroke="{INK}"/>')
     _write(drawing, [(box, str(block)) for box, block in zip(boxes, blocks, strict=True) if each >= 19], 14)
     marks = [_link(box, places[block]) for box, block in zip(boxes, blocks, strict=True)]
     marks += [_outline(places[block]) for block in blocks]

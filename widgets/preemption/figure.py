@@ -103,7 +103,6 @@ def cause_words(state: State, cause: str, pool: int) -> str:
 def _tip(state: State, pool: int) -> str:
     point = state.points[pool]
     return (
-        f"Pool {pool:,}: {percent(SHARE)} done within {seconds(state.latency(pool))}, half within "
-        f"{seconds(point.latency(0.5))}; {point.preemptions:,} preemptions, {point.recomputed:,} tokens recomputed "
-        f"({percent(point.wasted)} of all), {point.copied:,} blocks copied"
+        f"Pool {pool:,}: {percent(SHARE)} done within {seconds(state.latency(pool))}; {point.preemptions:,} "
+        f"preemptions, {point.recomputed:,} tokens recomputed, {point.copied:,} blocks copied"
     )

@@ -208,11 +208,6 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
             low, high = (number(box.bottom - box.height * held.at(time) / most) for time in times)
             corners = f"M{number(x)} {number(box.bottom)}V{low}L{number(right)} {high}V{number(box.bottom)}z"
             drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{frame} {FRAMES - 1}"/>')
-    left, right = pixels(box, across, span.start, span.end)
-    tip = f"Request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
-    tip += f", holding {span.held:,} tokens at its end" * (span.kind != OUT)
-    area = Box(left, box.y, right - left, box.height)
-    drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
 def _draw_ways_back(
