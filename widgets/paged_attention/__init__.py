@@ -20,7 +20,7 @@ from minivllm_lab.bounded import bounded
 from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched_in_vain, held, moments
 from minivllm_lab.paged_attention.played_pool import Play, play_pool
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
-from widgets.paged_attention.figure import draw, percent
+from widgets.paged_attention.figure import SMALLEST, figure, percent
 from widgets.shell.advice import progress
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.live import Live
@@ -28,10 +28,6 @@ from widgets.shell.notebook import notebook_widget
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SMALLEST = 16
-"""The smallest block that vLLM's kernels take: FlashAttention, FlashInfer, Triton and
-FlexAttention.
-"""
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
 """The longest request that is admitted, in tokens, as in the lesson."""
@@ -186,11 +182,6 @@ def _extra(kind: Workload, size: int, row_bytes: int, kernel: str) -> float:
 def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: Callable[[int], Any] | None) -> Play:
     with bounded(PATIENCE, "your block pool"):
         return play_pool(lengths, size, samples, MOST_BLOCKS, own or BlockPool)
-
-
-def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the animated pool and its tables, and below them both costs by block size."""
-    return draw(state, width, pinned, verdict(state).words)
 
 
 def verdict(state: State) -> Verdict:

@@ -19,8 +19,10 @@ from widgets.shell.theme import BROKEN, CARD, IDLE, RAMP, RESERVED, WORDS
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
-DEFAULT = 16
-"""vLLM's default block size, which is also the smallest that its kernels take."""
+SMALLEST = 16
+"""The smallest block that vLLM's kernels take (FlashAttention, FlashInfer, Triton and FlexAttention), which is also
+its default.
+"""
 COLUMNS, NARROW = 4, 8
 """Slots in a row of a block, whose slots are filled row by row, and pixels below which half as many stand in it."""
 NUMBER, SLOTS, ENTRY, REACH = 30, 104, 20, 24
@@ -42,9 +44,9 @@ def percent(share: float, beside: float | None = None) -> str:
     return f"{float(f'{value:.{digits}g}'):.15g} %"
 
 
-def draw(state: State, width: float, pinned: State | None, description: str) -> str:
-    """Draw the picture as SVG."""
-    drawing = Drawing(width, 0, "A pool of blocks", description)
+def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
+    """Draw the animated pool and its tables, and below them both costs by block size."""
+    drawing = Drawing(width, 0, "A pool of blocks", f"Who holds them, and what blocks of {state.block_size} waste")
     top = _pool(drawing, state, width) + 48
     box = Box(56, top, width - 56 - MARGIN, 100 if width >= WIDE else 130)
     across = Scale(min(state.empty), max(state.empty), log=True)
@@ -61,12 +63,12 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots by block size, and what a kernel fetches in vain where it is much."""
     drawing, sizes, share = axes.drawing, list(state.empty), state.empty[state.block_size]
     empty = list(state.empty.values())
-    taken = [size for size in sizes if size >= DEFAULT and state.extra[size] > axes.y.low]
+    taken = [size for size in sizes if size >= SMALLEST and state.extra[size] > axes.y.low]
     extra = [state.extra[size] for size in taken]
     drawing.number((MARGIN, axes.box.y - 12), percent(share), "of held slots are empty on average", ORANGE)
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
-    axes.broken(None, DEFAULT, f"no kernel takes fewer than {DEFAULT}")
+    axes.broken(None, SMALLEST, f"no kernel takes fewer than {SMALLEST}")
     axes.frame("slots in a block", "", x_ticks=sizes, x_format="{:g}".format, y_ticks=(0.01, 0.1, 1), y_format=percent)
     if pinned:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
@@ -78,7 +80,7 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     axes.here(state.block_size, "block_size")
     with drawing.answer():
         tips = [f"Blocks of {size}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
-        least = sizes.index(DEFAULT)
+        least = sizes.index(SMALLEST)
         for part, dash in ((slice(1, least + 1), "2 6"), (slice(least, None), "")):  # blocks of 1 have no empty slot
             axes.line(sizes[part], empty[part], ORANGE, width=3, dash=dash, tips=tips[part])
         best = axes.at(state.valley, state.empty[state.valley])
