@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
-from minivllm_lab.pictures.drawing import text_width
-from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, State
@@ -25,7 +25,7 @@ from widgets.shell.plot import (
     seconds,
 )
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
-from widgets.shell.theme import BROKEN, CARD, MID, RESERVED
+from widgets.shell.theme import BROKEN, IDLE, MID
 
 ACROSS = Scale(SLOTS[0], SLOTS[-1], log=True)
 TICKS = (1, 4, 16, 64, 256, 1000)
@@ -46,7 +46,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     serving = state.serving
     note = f"{serving.load:g} requests a second for {counted(serving.adapters, 'adapter')}"
     note += "; adapter 1 is the most popular" * bool(serving.skew and serving.adapters > 1) + "; modelled"
-    y = draw_strip(drawing, state, _draw_head(drawing, state, "The queue and the LoRA slots", note) + 14) + 48
+    y = draw_strip(drawing, state, _draw_head(drawing, state, "The queue and the LoRA slots", note) + 14) + 60
     waits = Box(64, y, width - 64 - MARGIN, 366 - y if width >= WIDE else 180)
     memory = Box(waits.x, waits.bottom + 10, waits.width, 42)
     _draw_waits(Axes(drawing, waits, ACROSS, _scale(state)), state, pinned)
@@ -62,7 +62,7 @@ def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = _draw_head(drawing, state, "What adapters cost", note)
     if state.serving.at_once:
         y = _draw_steps(drawing, state, y + 42)
-    drawing.height = _draw_copies(drawing, state, y + 56) + 24
+    drawing.height = _draw_copies(drawing, state, y + 28) + 24
     return drawing.render()
 
 
@@ -93,10 +93,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
             axes.shade(*span, words := late_words(state, span))
             axes.explain(*span, words.split(":")[0])
             if span[0] is None and state.slots < (span[1] or 0) < state.run[-1]:
-                axes.explain(span[1], None, f"{math.ceil(span[1] or 0)} slots are enough", GREEN)
+                why = f"{state.wanted:.0f} adapters in use on average"
+                axes.explain(span[1], None, f"{math.ceil(span[1] or 0)} slots are enough: {why}", GREEN)
     for span in state.stopped:
-        axes.shade(*span, _refusal_words(state))
-        axes.explain(*span, "does not start")
+        axes.shade(*span, words := "does not start")
+        place = axes.box.right, axes.box.y - 6
+        axes.drawing.text(place, f"{words} ↓", size=SMALL, colour=VERMILLION, anchor="end", bold=True)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.in_the_end(slots) for slots in pinned.run], pinned.slots)
@@ -108,15 +110,15 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.line([*state.run, *walls], waits, BLUE)
         if state.slots in state.run:
             _draw_here(axes, state)
-        axes.tips(state.run, lambda slots: _tip(state, slots))
 
 
 def _draw_here(axes: Axes, state: State) -> None:
     wait = state.in_the_end(state.slots)
     number = seconds(float(f"{wait:.2g}")) if wait < 3600 else "hours"
     colour = VERMILLION if state.cause(state.slots) else GREEN
-    words = f"to first token for {percent(CLIENTS)} of requests"
-    axes.drawing.number((MARGIN, axes.box.y - 12), number, words, colour)
+    later = wait > state.first(state.slots)
+    words = f"to first token for {percent(CLIENTS)}{', in the long run' if later else ' of requests'}"
+    axes.drawing.number((MARGIN, axes.box.y - 28), number, words, colour)
     axes.points([state.slots], [wait], colour, radius=6)
 
 
@@ -142,24 +144,6 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     }[cause]
 
 
-def _refusal_words(state: State) -> str:
-    serving = state.serving
-    if serving.rank > serving.max_lora_rank:
-        return f"does not start: rank {serving.rank} is above max_lora_rank {serving.max_lora_rank}"
-    return "does not start: weights and slots fill the GPU"
-
-
-def _tip(state: State, slots: int) -> str:
-    point, taken = state.points[slots], gigabytes(slots * state.serving.cost.slot_bytes)
-    return (
-        f"{counted(slots, 'slot')}, {taken}: {percent(CLIENTS)} have their first token within "
-        f"{seconds(state.first(slots))}. "
-        f"On average {point.distinct:.3g} adapters are in use and {point.waiting:.3g} requests wait, "
-        f"{point.held:.3g} only for a slot. {percent(point.cache_used, 1)} of the KV cache is used; "
-        f"{percent(point.hit_rate)} of the admitted requests found their adapter in a slot."
-    )
-
-
 def _draw_memory(axes: Axes, state: State) -> None:
     """Draw how much of the memory beside the weights the slots leave for the KV cache."""
     drawing, box, most = axes.drawing, axes.box, min(ACROSS.high, state.serving.most_slots)
@@ -167,18 +151,19 @@ def _draw_memory(axes: Axes, state: State) -> None:
     drawing.text((box.x - 7, box.y + 26), "memory", size=SMALL, colour=QUIET, anchor="end")
     if most > ACROSS.low:
         wall = axes.at(most, 0)[0]
-        drawing.rect(Box(box.x, box.y, wall - box.x, box.height), RESERVED)
+        drawing.rect(Box(box.x, box.y, wall - box.x, box.height), IDLE)
         edge = [axes.at(most ** (part / 40), most ** (part / 40)) for part in range(41)]
-        drawing.polygon([*edge, (wall, box.bottom), (box.x, box.bottom)], ORANGE)
-        drawing.text((wall - 5, box.bottom - 5), "slots", size=SMALL, anchor="end")
+        drawing.polygon([*edge, (wall, box.bottom), (box.x, box.bottom)], SKY)
+        drawing.text((wall - 5, box.bottom - 5), "slots", size=SMALL, colour=ink_on(SKY), anchor="end")
     for span in state.stopped:
         axes.shade(*span)
     axes.also_here(state.slots)
     if point := state.points.get(state.slots):
-        words = f"KV cache: {percent(1 - point.cache_used)} free"
-        most = axes.at(most, 0)[0] - 40 - BOLD * text_width(words, SMALL)
-        place = max(box.x, min(axes.at(state.slots, 0)[0], most)) + 8, box.y + 17
-        drawing.text(place, words, size=SMALL, bold=True, halo=RESERVED)
+        words = f"{percent(1 - point.cache_used)} free"
+        wide, here = BOLD * text_width(words, SMALL), axes.at(state.slots, 0)[0]
+        x = here + 8 if here + wide + 48 < axes.at(most, 0)[0] else max(box.x, here - wide - 16) + 8
+        drawing.text((x, box.y + 17), words, size=SMALL, bold=True, halo=IDLE)
+        drawing.text((box.x + 8 if x > box.x + 80 else x + wide + 12, box.y + 17), "KV cache", size=SMALL)
 
 
 # ---- what adapters cost
@@ -199,8 +184,9 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
         (kernel, BLUE, together, 1),
         ("one after the other", ORANGE, loop, count),
     ]
+    y = _part(drawing, "time per step", y + 14) - 5
     for name, colour, total, pieces in rows:
-        y += 38
+        y += 34
         _name(drawing, name, y, colour)
         drawing.rect(Box(left, y - 16, base * wide, high), MID, tip=seconds(base))
         each = (total - base) * wide / pieces
@@ -215,16 +201,25 @@ def _draw_copies(drawing: Drawing, state: State, y: float) -> float:
     """Draw a merged model for each adapter of a step, and which of them do not fit; return the y of their name."""
     count, left = state.applied, _left(drawing)
     fits, each = min(state.serving.copies_that_fit, count), (drawing.width - MARGIN - left - 84) / max(count, 8)
-    _name(drawing, "merged models in memory", y, INK)
-    drawing.rect(Box(left, y - 16, fits * each, 24), MID)
-    without = Box(left + fits * each, y - 16, (count - fits) * each, 24)
-    drawing.rect(without, BROKEN)
-    drawing.hatch(without, VERMILLION)
-    for index in range(1, count):
-        drawing.line((left + index * each, y - 16), (left + index * each, y + 8), CARD, width=min(3, each / 4))
-    colour, words = VERMILLION if fits < count else INK, f"{fits} of {count} fit"
-    drawing.text((without.right + 7, y + 1), words, size=SMALL, colour=colour, bold=True)
+    y = _part(drawing, "GPU memory", y) + 26
+    _name(drawing, "merged models", y, INK)
+    for index in range(count):
+        box = Box(left + index * each, y - 16, each - min(4, each / 4), 24)
+        drawing.rect(box, IDLE if index < fits else BROKEN, stroke=MID if index < fits else VERMILLION)
+        if index >= fits:
+            drawing.hatch(box, VERMILLION)
+    edge, colour = left + fits * each - 2, VERMILLION if fits < count else INK
+    if fits < count:
+        drawing.line((edge, y - 22), (edge, y + 14), INK, width=3)
+    drawing.text((left + count * each + 5, y + 1), f"{fits} of {count} fit", size=SMALL, colour=colour, bold=True)
     return y
+
+
+def _part(drawing: Drawing, name: str, y: float) -> float:
+    """Draw a rule with the name of the bars below it, and return the y of the name."""
+    drawing.line((MARGIN, y), (drawing.width - MARGIN, y))
+    drawing.text((MARGIN, y + 18), name, size=SMALL, bold=True)
+    return y + 18
 
 
 def _left(drawing: Drawing) -> float:

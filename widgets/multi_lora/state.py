@@ -104,15 +104,10 @@ class State(SweptState[Point]):
         return max(1, round(self.serving.at_once))
 
     @property
-    def distinct(self) -> float:
-        """Return the mean number of adapters in a step."""
-        point = self.points.get(self.slots)
-        return point.distinct if point else min(self.slots, self.wanted)
-
-    @property
     def applied(self) -> int:
         """Return the number of adapters in a mean step, at least one."""
-        return max(1, min(round(self.distinct), self.batch))
+        point = self.points.get(self.slots)
+        return max(1, min(round(point.distinct if point else min(self.slots, self.wanted)), self.batch))
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:

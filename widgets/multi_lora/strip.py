@@ -10,11 +10,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeVar
 
-from minivllm_lab.pictures.drawing import ink_on, text_width
+from minivllm_lab.pictures.drawing import ink_on
 from minivllm_lab.pictures.palette import GREEN, INK, SKY, VERMILLION
 from widgets.multi_lora.runs import Moment
 from widgets.multi_lora.state import State
-from widgets.shell.plot import MARGIN, Scale, counted, seconds
+from widgets.shell.plot import MARGIN, Scale, counted
 from widgets.shell.strip import frame_ends
 from widgets.shell.svg import QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import IDLE, MID, RESERVED
@@ -33,18 +33,17 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         drawing.text((LEFT, y + HIGH), words, size=SMALL, colour=QUIET)
         return y + HIGH + 10
     missing = max(0, math.ceil(state.late[0][1] or 0) - state.slots) if state.late and state.late[0][0] is None else 0
-    start, end = state.serving.window
-    ends = frame_ends(Scale(start, end))
+    ends = frame_ends(Scale(*state.serving.window))
     frames = [_moment_at(state.here.strip, end) for end in ends]
-    drawing.play([_caption(frame, end - start) for frame, end in zip(frames, ends, strict=True)], still=True)
-    queue_words, queue, slot_words, slots = zip(*(_scene(frame) for frame in frames), strict=True)
+    queue_words, queue, slot_words, slots = zip(*map(_scene, frames, ends), strict=True)
+    drawing.play(queue_words, still=True)
     _write(drawing, y + 10, queue_words)
     gate = _draw_boxes(drawing, y + 18, queue, rows=1) + 10
     _write(drawing, gate + 20, slot_words)
-    words, right = f"{missing} missing", drawing.width - LEFT
-    if missing and max(text_width(each + words, SMALL) for each in slot_words) + 8 < right - LEFT:
+    if missing:
         with drawing.answer():
-            drawing.text((right, gate + 20), words, size=SMALL, colour=GREEN, anchor="end")
+            place = drawing.width - LEFT, gate + 20
+            drawing.text(place, f"{missing} missing", size=SMALL, colour=GREEN, anchor="end")
     bottom = _draw_boxes(drawing, gate + 28, slots, rows=2, missing=missing) + 10
     drawing.rect(Box(MARGIN, gate, drawing.width - 2 * MARGIN, bottom - gate), "none", stroke=MID, radius=6)
     for _, at in _stays([bool(frame.held_for) or None for frame in frames]):
@@ -59,10 +58,11 @@ def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
     return last if last.start < time <= last.end else replace(last, in_use=frozenset(), held_for=(), waiting=0)
 
 
-def _scene(moment: Moment) -> tuple[str, list[Shown], str, list[Shown]]:
-    """Return the words and boxes of the queue and of the slots."""
+def _scene(moment: Moment, time: float) -> tuple[str, list[Shown], str, list[Shown]]:
+    """Return the words and boxes of the queue and of the slots at a time, in seconds."""
     many, colours = len(moment.held_for), {None: IDLE} | dict.fromkeys(moment.in_use, SKY)
-    queue = f"{counted(many, 'request')} wait{'s' * (many == 1)} for a slot" if many else "no request waits for a slot"
+    who = counted(many, "request") if many else "no request"
+    queue = f"after {time:.1f} s, {who} wait{'s' * (many < 2)} for a slot"
     slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} used"
     waiting = [(str(each), VERMILLION) for each in moment.held_for]
     return queue, waiting, slots, [(str(each or ""), colours.get(each, RESERVED)) for each in moment.slots]
@@ -104,11 +104,3 @@ def _stays(shown: Iterable[Item | None]) -> Iterator[tuple[Item, str]]:
         start, end = end, end + len(list(stay))
         if item:
             yield item, f"{start} {end - 1}"
-
-
-def _caption(moment: Moment, time: float) -> str:
-    if not moment.in_use:
-        return f"{seconds(time)}: no request is running"
-    held = f", {len(moment.held_for)} only for a slot" if moment.held_for else ""
-    adapters = counted(len(moment.in_use), "adapter")
-    return f"{seconds(time)}: {adapters} in use, {counted(moment.waiting, 'request')} waiting{held}"

@@ -9,7 +9,6 @@ lessons/figures/02_pool.svg`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,19 +20,14 @@ from minivllm_lab.checks.bounded import bounded
 from minivllm_lab.paged_attention.block_size_costs import LINE, SECTOR, Moment, fetched_in_vain, held, moments
 from minivllm_lab.paged_attention.played_pool import Play, play_pool
 from minivllm_simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
-from widgets.paged_attention.figure import draw, percent, slots
+from widgets.paged_attention.figure import SMALLEST, figure, percent
 from widgets.shell.advice import progress
 from widgets.shell.knobs import choice, entry, steps
 from widgets.shell.live import Live
 from widgets.shell.notebook import notebook_widget
-from widgets.shell.plot import figures
 from widgets.shell.spec import Challenge, Guess, Progress, Spec, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SMALLEST = 16
-"""The smallest block that vLLM's kernels take: FlashAttention, FlashInfer, Triton and
-FlexAttention.
-"""
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
 """The longest request that is admitted, in tokens, as in the lesson."""
@@ -106,13 +100,6 @@ class State:
         size = self.block_size
         return self.empty[size] > self.allowed, self.extra[size] > self.allowed, size < SMALLEST
 
-    @property
-    def balance(self) -> float:
-        """Return the block size at which half a block costs as much as its look-ups: √(2 · tokens ·
-        fetch / bytes per token).
-        """
-        return math.sqrt(2 * self.tokens * KERNELS[self.kernel].piece / (2 * self.row_bytes))
-
 
 def sweep(
     block_size: int = 32,
@@ -173,10 +160,10 @@ def _seen(kind: Workload) -> tuple[Moment, ...]:
 @lru_cache(maxsize=16)
 def _few(kind: Workload) -> tuple[RequestLengths, ...]:
     """Choose a few requests that represent all of them: evenly from the shortest to the longest,
-    shuffled.
+    shuffled so that Alpaca's leave as much empty at the end of the play as on average.
     """
     ordered = sorted(_lengths(kind), key=lambda lengths: lengths.total)
-    places = [place * 4 % PLAYED for place in range(PLAYED)]
+    places = [place * 5 % PLAYED for place in range(1, PLAYED + 1)]
     return tuple(ordered[len(ordered) * (2 * place + 1) // (2 * PLAYED)] for place in places)
 
 
@@ -193,15 +180,8 @@ def _extra(kind: Workload, size: int, row_bytes: int, kernel: str) -> float:
 
 @lru_cache(maxsize=64)
 def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: Callable[[int], Any] | None) -> Play:
-    if own is None:
-        return play_pool(lengths, size, samples, MOST_BLOCKS, BlockPool)
     with bounded(PATIENCE, "your block pool"):
-        return play_pool(lengths, size, samples, MOST_BLOCKS, own)
-
-
-def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
-    """Draw the animated pool and its tables, and below them both costs by block size."""
-    return draw(state, width, pinned, verdict(state).words)
+        return play_pool(lengths, size, samples, MOST_BLOCKS, own or BlockPool)
 
 
 def verdict(state: State) -> Verdict:
@@ -215,14 +195,16 @@ def verdict(state: State) -> Verdict:
     fetched = f"the kernel fetches {percent(extra, state.allowed)} more bytes than it needs"
     best = f"Of the sizes that a kernel takes, {state.valley} is the cheapest."
     if size < SMALLEST:
-        return Verdict(f"{slots(size)}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
+        return Verdict(f"Blocks of {size}: no kernel in vLLM takes fewer than {SMALLEST} slots. {best}", "broken")
     too_empty, too_much_fetched, _ = state.breaks
     limits = [f"leave {emptiness} ({percent(state.allowed)} allowed)"] * too_empty
     limits += [f"are too many to look up: {fetched} ({percent(state.allowed)} allowed)"] * too_much_fetched
     if limits:
-        return Verdict(f"{slots(size)} {' and '.join(limits)}. {best}", "broken")
+        return Verdict(f"Blocks of {size} {' and '.join(limits)}. {best}", "broken")
     tight = state.cost[size] > 1.5 * state.cost[state.valley]
-    return Verdict(f"{slots(size)} leave {emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
+    return Verdict(
+        f"Blocks of {size} leave {emptiness}, and {fetched} (modelled). {best}", "tight" if tight else "fine"
+    )
 
 
 def command(state: State) -> str:
@@ -250,7 +232,7 @@ def _figures(state: State) -> str:
 
 def _keep_64(state: State) -> Progress:
     return progress(
-        f"{slots(state.block_size)}: {_figures(state)}",
+        f"Blocks of {state.block_size}: {_figures(state)}",
         (state.allowed != LIMIT, LIMIT_FIRST),
         (state.block_size != 64, "Set the block size to 64."),
         (any(state.breaks), "Choose longer requests, or fewer samples: half of each last block is empty."),
@@ -274,11 +256,9 @@ def _sharing_pays(state: State) -> Progress:
 
 def _valley_moves(state: State) -> Progress:
     valley = state.valley
-    fetch = KERNELS[state.kernel].piece
-    formula = f"√(2 × {state.tokens:.0f} × {fetch} / {2 * state.row_bytes}) = {figures(state.balance)}"
     too_low = valley < 32
     return progress(
-        f"Cheapest from {SMALLEST} up: {valley}; your block size: {state.block_size}. {formula}.",
+        f"Cheapest from {SMALLEST} up: {valley}; your block size: {state.block_size}.",
         (not too_low and state.block_size != valley, f"Set the block size to {valley}."),
         (too_low and KERNELS[state.kernel].per_token, "Look up once a block: then larger blocks save look-ups."),
         (too_low and state.row_bytes > 64, "Choose a smaller KV head: look-ups cost more beside fewer bytes."),

@@ -13,20 +13,23 @@ from minivllm_lab.paged_attention.played_pool import Frame, Play
 from minivllm_lab.pictures.drawing import text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note
-from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, IDLE, RESERVED, WORDS
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend
+from widgets.shell.theme import BROKEN, CARD, IDLE, RAMP, RESERVED, WORDS
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
-DEFAULT = 16
-"""vLLM's default block size, which is also the smallest that its kernels take."""
+SMALLEST = 16
+"""The smallest block that vLLM's kernels take (FlashAttention, FlashInfer, Triton and FlexAttention), which is also
+its default.
+"""
 COLUMNS, NARROW = 4, 8
 """Slots in a row of a block, whose slots are filled row by row, and pixels below which half as many stand in it."""
 NUMBER, SLOTS, ENTRY, REACH = 30, 104, 20, 24
 """The heights in pixels of a block's number and owner, of its slots, of a table's entry, and of the space
 between a table and the pool.
 """
+SHARED = RAMP[3]
 ROOMY = 1.4 * SMALL
 """Pixels above which a block is wide enough for two characters."""
 PLAIN = f'fill="{INK}"'
@@ -41,14 +44,9 @@ def percent(share: float, beside: float | None = None) -> str:
     return f"{float(f'{value:.{digits}g}'):.15g} %"
 
 
-def slots(size: int) -> str:
-    """Format a block size in words."""
-    return f"Blocks of {size}" if size > 1 else "Blocks of 1 slot"
-
-
-def draw(state: State, width: float, pinned: State | None, description: str) -> str:
-    """Draw the picture as SVG."""
-    drawing = Drawing(width, 0, "A pool of blocks", description)
+def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
+    """Draw the animated pool and its tables, and below them both costs by block size."""
+    drawing = Drawing(width, 0, "A pool of blocks", f"Who holds them, and what blocks of {state.block_size} waste")
     top = _pool(drawing, state, width) + 48
     box = Box(56, top, width - 56 - MARGIN, 100 if width >= WIDE else 130)
     across = Scale(min(state.empty), max(state.empty), log=True)
@@ -65,32 +63,30 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     """Draw the empty share of the held slots by block size, and what a kernel fetches in vain where it is much."""
     drawing, sizes, share = axes.drawing, list(state.empty), state.empty[state.block_size]
     empty = list(state.empty.values())
-    taken = [size for size in sizes if size >= DEFAULT and state.extra[size] > axes.y.low]
+    taken = [size for size in sizes if size >= SMALLEST and state.extra[size] > axes.y.low]
     extra = [state.extra[size] for size in taken]
     drawing.number((MARGIN, axes.box.y - 12), percent(share), "of held slots are empty on average", ORANGE)
     with drawing.layer(broken="More is wasted than allowed"):
         drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
-    axes.broken(None, DEFAULT, f"no kernel takes fewer than {DEFAULT}")
+    axes.broken(None, SMALLEST, f"no kernel takes fewer than {SMALLEST}")
     axes.frame("slots in a block", "", x_ticks=sizes, x_format="{:g}".format, y_ticks=(0.01, 0.1, 1), y_format=percent)
     if pinned:
         axes.pinned(sizes, list(pinned.empty.values()), pinned.block_size)
     with drawing.layer(tip=MODELLED):
-        tips = [f"{slots(size)}: {percent(state.extra[size])} in vain (modelled)." for size in taken]
-        axes.line(taken, extra, PURPLE, width=1.5, tips=tips)
+        axes.line(taken, extra, PURPLE, width=1.5)
         axes.name(taken[1:], extra[1:], "look-up bytes", PURPLE)
-    axes.mark_y(state.allowed, "")
-    below = axes.at(1, state.allowed)[1] + 14
-    drawing.text((axes.box.right - 2, below), f"limit: {percent(state.allowed)}", size=SMALL, anchor="end")
+    axes.mark_y(state.allowed, f"limit: {percent(state.allowed)}")
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(state.block_size, "block_size")
-    here = [size for size in taken if size == state.block_size]
-    axes.points(here, [state.extra[size] for size in here], PURPLE)
     with drawing.answer():
-        tips = [f"{slots(size)}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
-        axes.line(sizes[1:], empty[1:], ORANGE, width=3, tips=tips[1:])  # blocks of 1 have no empty slot
-        cheapest = axes.at(state.valley, state.empty[state.valley])
-        axes.label(cheapest, f"cheapest: {state.valley}", GREEN)
-        drawing.last(lambda: drawing.circle(cheapest, 6.5, GREEN))
+        tips = [f"Blocks of {size}: {percent(share)} of held slots are empty." for size, share in state.empty.items()]
+        least = sizes.index(SMALLEST)
+        for part, dash in ((slice(1, least + 1), "2 6"), (slice(least, None), "")):  # blocks of 1 have no empty slot
+            axes.line(sizes[part], empty[part], ORANGE, width=3, dash=dash, tips=tips[part])
+        best = axes.at(state.valley, state.empty[state.valley])
+        clear = state.block_size if state.valley < state.block_size <= 4 * state.valley else state.valley
+        axes.label((axes.at(clear, 1)[0], best[1]), f"{state.valley}: least waste", GREEN)  # not across the handle
+        drawing.last(lambda: drawing.circle(best, 6.5, GREEN))
         axes.points([state.block_size], [max(share, axes.y.low)], ORANGE, radius=6)
 
 
@@ -107,6 +103,7 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     note = f"{counted(state.samples, 'answer')} a request{shorter}"
     y = drawing.heading((MARGIN, 22), title, note) + 22
     keys = [Segment("token", 0, BLUE), Segment("empty", 0, ORANGE), Segment("free", 0, IDLE, outlined=True)]
+    keys += [Segment("shared prompt", 0, SHARED)] * (state.samples > 1)
     y = legend(drawing, (MARGIN, y), keys, room) - 6
     followed = list(_followed(play.frames))
     wide, top = room / (play.num_blocks - 1), y + ENTRY + REACH
@@ -130,11 +127,9 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     seen = [_holdings(frame, size) for frame in play.frames]
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, IDLE, tip=f"Block {block}: free.")
-    owned = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.entry, holding.fault))
-    for request, marks in _layered(drawing, owned):
+    for request, marks in _layered(drawing, seen, play.num_blocks, lambda holding: holding._replace(filled=0)):
         _draw_owned(drawing, request, marks, places)
-    filled = _layers(seen, play.num_blocks, lambda holding: (holding.request, holding.filled))
-    for _, marks in _layered(drawing, filled):
+    for _, marks in _layered(drawing, seen, play.num_blocks, lambda holding: (holding.request, holding.filled)):
         paths = [_slots(places[block], value[1], size) for block, value in marks]
         drawing.add(f'<path d="{"".join(paths)}" fill="{BLUE}" pointer-events="none"/>')
     drawing.add(f'<path d="{_grid(places, size)}" stroke="{CARD}" stroke-width="1" pointer-events="none"/>')
@@ -144,7 +139,8 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
 def _write(drawing: Drawing, words: Iterable[tuple[Box, str]], down: float, style: str = PLAIN) -> None:
     """Write words in the middle of their boxes, `down` pixels below the tops, as one group of equal texts."""
     marks = [f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + down:g}">{content}</text>' for box, content in words]
-    drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
+    if marks:
+        drawing.add(f'<g font-size="{SMALL}" text-anchor="middle" {style}>{"".join(marks)}</g>')
 
 
 def _shape(place: Box, size: int) -> tuple[int, float, float]:
@@ -171,38 +167,37 @@ def _grid(places: Sequence[Box], size: int) -> str:
     return "".join([f"M{x:.1f} {top:g}v{SLOTS}" for x in down] + [f"M{left:g} {y:g}H{right:g}" for y in across])
 
 
-def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[Any], Any]) -> _Layers:
-    """Group the blocks' marks by request and by the first and last frame of an unchanged mark."""
-    layers: _Layers = {}
+def _layered(
+    drawing: Drawing, seen: Sequence[Mapping[int, _Holding]], num_blocks: int, mark: Callable[[_Holding], Any]
+) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+    """Group the blocks' marks by request and by the first and last frame of an unchanged mark, and yield each
+    group inside a layer of the drawing.
+    """
+    layers: dict[tuple[int, int, int], list[tuple[int, Any]]] = {}
     for block in range(1, num_blocks):
         held = [frame.get(block) for frame in seen]
         for value, first, last in _runs([holding and mark(holding) for holding in held]):
             layers.setdefault((value[0], first, last), []).append((block, value))
-    return layers
-
-
-def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]], places: Sequence[Box]) -> None:
-    for block, (_, entry, fault) in marks:
-        owner = f"request {request}, entry {entry}" if request else "in no table"
-        drawing.rect(places[block], ORANGE, tip=f"Block {block}: {owner}" + (f". ✕ {fault}" if fault else ""))
-    for faulty, fill in ((False, RESERVED), (True, VERMILLION)):
-        heads = [replace(places[block], height=NUMBER) for block, value in marks if bool(value[2]) is faulty]
-        if heads:
-            drawing.add(f'<path d="{"".join(map(_outline, heads))}" fill="{fill}" pointer-events="none"/>')
-            names = [(head, f"R{request}") for head in heads if request and head.width > ROOMY]
-            _write(drawing, names, 26, f'fill="{QUIET}"')
-            wrong = f'fill="{WORDS[VERMILLION]}" font-weight="600"'
-            _write(drawing, [(head, "✕") for head in heads if faulty], NUMBER + SLOTS + 13, wrong)
-
-
-_Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]
-"""Blocks and their marks, by (request, first frame, last frame)."""
-
-
-def _layered(drawing: Drawing, layers: _Layers) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
     for (request, first, last), marks in layers.items():
         with drawing.layer(group=f"r{request}", at=f"{first} {last}"):
             yield request, marks
+
+
+def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, _Holding]], places: Sequence[Box]) -> None:
+    heads: dict[str, str] = {}
+    for block, holding in marks:
+        owner = f"request {request}, entry {holding.entry}" if request else "in no table"
+        drawing.rect(
+            places[block], ORANGE, tip=f"Block {block}: {owner}" + f". ✕ {holding.fault}" * bool(holding.fault)
+        )
+        fill = VERMILLION if holding.fault else SHARED if holding.shared else RESERVED
+        heads[fill] = heads.get(fill, "") + _outline(replace(places[block], height=NUMBER))
+    for fill, path in heads.items():
+        drawing.add(f'<path d="{path}" fill="{fill}" pointer-events="none"/>')
+    names = [(places[block], f"R{request}") for block, _ in marks if request and places[block].width > ROOMY]
+    _write(drawing, names, 26)
+    wrong = [(places[block], "✕") for block, holding in marks if holding.fault]
+    _write(drawing, wrong, NUMBER + SLOTS + 13, f'fill="{WORDS[VERMILLION]}" font-weight="600"')
 
 
 class _Holding(NamedTuple):
@@ -215,6 +210,8 @@ class _Holding(NamedTuple):
     filled: int
     """Slots that hold a token."""
     fault: str
+    shared: bool = False
+    """Whether several answers hold it."""
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
@@ -226,7 +223,7 @@ def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:
             filled = min(max(table.tokens - entry * block_size, 0), block_size)
             before = holdings.get(block)
             if before and before.request == table.request:
-                holdings[block] = before._replace(filled=max(before.filled, filled))
+                holdings[block] = before._replace(filled=max(before.filled, filled), shared=True)
             else:
                 holdings[block] = _Holding(table.request, entry, filled, faults.get(block, ""))
     return holdings
@@ -266,12 +263,16 @@ def _draw_followed(
     drawing: Drawing, request: int, tables: list[tuple[int, ...]], places: Sequence[Box], tops: Sequence[float]
 ) -> None:
     """Draw the tables of a request's first and last answer, with arrows to their blocks."""
-    shown = {1: tables[0], len(tables): tables[-1]}
-    for (answer, table), top in zip(shown.items(), tops, strict=False):
-        _draw_table(drawing, f"Request {request}" + f", answer {answer}" * (len(tables) > 1), table, top, places)
+    shown = tables[:: max(1, len(tables) - 1)]
+    shared = {*tables[0]} & {*tables[1]} if len(tables) > 1 else set[int]()
+    names = f"Request {request}" + ", answer 1" * (len(tables) > 1), f"answer {len(tables)}"
+    for name, table, top in zip(names, shown, tops, strict=False):
+        _draw_table(drawing, name, table, shared, top, places)
 
 
-def _draw_table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, places: Sequence[Box]) -> None:
+def _draw_table(
+    drawing: Drawing, name: str, blocks: Sequence[int], shared: set[int], top: float, places: Sequence[Box]
+) -> None:
     """Draw a block table's entries in a row, about above or below their blocks, with an arrow to
     each.
     """
@@ -281,8 +282,9 @@ def _draw_table(drawing: Drawing, name: str, blocks: Sequence[int], top: float, 
     left = max(MARGIN, min(middle - each * len(blocks) / 2, drawing.width - MARGIN - beside - each * len(blocks)))
     boxes = [Box(left + entry * each, top, each - 2, ENTRY) for entry in range(len(blocks))]
     drawing.text((boxes[-1].right + 8, top + 14), name, size=SMALL, bold=True)
-    tip = f"{name}: its block table is {', '.join(map(str, blocks))}"
-    drawing.add(f'<path d="{"".join(map(_outline, boxes))}" fill="{RESERVED}" stroke="{INK}" data-tip="{tip}"/>')
+    twice = [box for box, block in zip(boxes, blocks, strict=True) if block in shared]
+    for fill, cells in ((RESERVED, boxes), (SHARED, twice)):
+        drawing.add(f'<path d="{"".join(map(_outline, cells))}" fill="{fill}" stroke="{INK}"/>')
     _write(drawing, [(box, str(block)) for box, block in zip(boxes, blocks, strict=True) if each >= 19], 14)
     marks = [_link(box, places[block]) for box, block in zip(boxes, blocks, strict=True)]
     marks += [_outline(places[block]) for block in blocks]

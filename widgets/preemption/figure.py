@@ -8,8 +8,8 @@ from minivllm_lab.pictures.palette import GREEN, ORANGE, PURPLE
 from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
-from widgets.shell.plot import MARGIN, Axes, Scale, hidden_note, modelled, percent, seconds, tokens
-from widgets.shell.svg import Box, Drawing
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, modelled, percent, seconds, tokens
+from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
@@ -27,7 +27,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; modelled"
     with drawing.layer(tip=modelled(state.error)):
         y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
-    loss = Box(60, draw_pool(drawing, state, y + 32) + 52, width - MARGIN - 60, HIGH)
+    loss = Box(60, draw_pool(drawing, state, y + 32) + 64, width - MARGIN - 60, HIGH)
     _draw_loss(drawing, loss, state, pinned)
     drawing.height = loss.bottom + 44
     return drawing.render()
@@ -51,7 +51,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
         axes.shade(*span, why := late_words(state, span))
         axes.explain(*span, why.split(":")[0])
         if any(pool >= (span[1] or math.inf) and not state.causes(pool) for pool in pools):
-            axes.explain(span[1], None, "in time", GREEN)
+            axes.explain(span[1], None, "pool suffices", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -63,9 +63,14 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     axes.here(state.pool, "pool")
     hidden_note(drawing, box)
     if state.pool in pools:
-        here = state.points[state.pool].lost
+        point = state.points[state.pool]
+        here = point.lost
         drawing.number((MARGIN, box.y - 12), percent(here), words, colour)
         with drawing.answer():
+            if point.recomputed:
+                each = point.recomputed / point.preemptions
+                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average ="
+                drawing.text((MARGIN, box.y - 38), words, size=SMALL)
             axes.points([state.pool], [here], colour, radius=6)
             axes.tips(pools, lambda pool: _tip(state, pool))
 
@@ -98,7 +103,6 @@ def cause_words(state: State, cause: str, pool: int) -> str:
 def _tip(state: State, pool: int) -> str:
     point = state.points[pool]
     return (
-        f"Pool {pool:,}: {percent(SHARE)} done within {seconds(state.latency(pool))}, half within "
-        f"{seconds(point.latency(0.5))}; {point.preemptions:,} preemptions, {point.recomputed:,} tokens recomputed "
-        f"({percent(point.wasted)} of all), {point.copied:,} blocks copied"
+        f"Pool {pool:,}: {percent(SHARE)} done within {seconds(state.latency(pool))}; {point.preemptions:,} "
+        f"preemptions, {point.recomputed:,} tokens recomputed, {point.copied:,} blocks copied"
     )

@@ -4,7 +4,6 @@ and beside it the life of one victim, enlarged.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,12 +13,12 @@ from minivllm_lab.pictures.drawing import ink_on, number, text_width
 from minivllm_lab.pictures.palette import BLUE, INK, ORANGE, PURPLE, VERMILLION
 from widgets.preemption.runs import AGAIN, BLOCK_SIZE, OUT, RUNS, Point, Span
 from widgets.preemption.state import State
-from widgets.shell.plot import MARGIN, WIDE, Scale, counted, seconds
+from widgets.shell.plot import MARGIN, WIDE, Scale, seconds
 from widgets.shell.strip import FRAMES, draw_times, frame_ends, frames_from, pixels
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN, CARD, MISSED, RESERVED, TINT
 
-NAMES, GAUGE, HIGH, ABOVE = 58, 46, 176, 54
+NAMES, GAUGE, HIGH, ABOVE = 58, 46, 168, 66
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
@@ -51,7 +50,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
         _draw_holders(drawing, gauge, panel, full, _holders(lives, life[0].span.request, moment))
         _draw_life(drawing, panel, state, life)
         times = Scale(life[0].span.start, life[-1].span.end)
-        drawing.play([_caption(point, end, times.low) for end in frame_ends(times)])
+        drawing.play([_caption(life, end) for end in frame_ends(times)])
     else:
         words = "Nothing is served." if state.refused else "Still serving the requests."
         drawing.text((panel.x + panel.width / 2, y + 60), words, size=SMALL, colour=QUIET, anchor="middle")
@@ -111,8 +110,7 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
             drawing.polygon(funnel, RESERVED)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
         drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
-    words = f"{counted(len(holders), 'request')} grow{'s' * (len(holders) == 1)}"
-    drawing.text((box.right, box.bottom + 17), words, size=SMALL, colour=BLUE, anchor="end")
+    drawing.text((box.right, box.bottom + 17), f"{len(holders)} running", size=SMALL, colour=BLUE, anchor="end")
 
 
 def _draw_rim(drawing: Drawing, box: Box, state: State, full: Scale) -> None:
@@ -162,10 +160,11 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
         return
     _, out, again, _ = life
     top = box.bottom - box.height * life[0].high / most
+    drawing.text((panel.x + 5, top - 6), f"{life[0].high:,} tokens", size=SMALL, colour=BLUE, bold=True)
     left, right = pixels(box, across, out.span.start, out.span.end)
     with drawing.layer(at=frames_from(out.span.start, across)):
         drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
-        drawing.line((left, top - 6), (left, box.bottom), VERMILLION, width=2.5)
+        drawing.line((left, top), (left, box.bottom), VERMILLION, width=2.5)
         ink, ground = (ink_on(PURPLE), PURPLE) if swaps else (VERMILLION, TINT)
         for row, line in enumerate(("copied out," if swaps else "preempted,", "waits")):
             place = (left + right) / 2, (top + box.bottom) / 2 - 4 + 16 * row
@@ -174,6 +173,9 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
     with drawing.layer(at=frames_from(again.span.start, across)):
         _draw_ways_back(drawing, panel, right, box.width / (across.high - across.low), _ways_back(state, life))
         drawing.line((right, panel.y + 8), (right, top), QUIET, dash="2 3")
+        words = f"{life[0].high:,} {'back' if swaps else 'again'}"
+        place = min(right + 5, panel.right - BOLD * text_width(words, SMALL)), top - 6
+        drawing.text(place, words, size=SMALL, colour=PURPLE if swaps else ORANGE, bold=True, halo=TINT)
 
 
 def _ways_back(state: State, life: Sequence[Held]) -> list[tuple[str, str, float]]:
@@ -206,11 +208,6 @@ def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scal
             low, high = (number(box.bottom - box.height * held.at(time) / most) for time in times)
             corners = f"M{number(x)} {number(box.bottom)}V{low}L{number(right)} {high}V{number(box.bottom)}z"
             drawing.add(f'<path fill="{colour}" d="{corners}" data-at="{frame} {FRAMES - 1}"/>')
-    left, right = pixels(box, across, span.start, span.end)
-    tip = f"Request {span.request + 1} {span.kind}: {seconds(span.end - span.start)}"
-    tip += f", holding {span.held:,} tokens at its end" * (span.kind != OUT)
-    area = Box(left, box.y, right - left, box.height)
-    drawing.rect(area, "transparent", tip=tip, at=frames_from(span.start, across))
 
 
 def _draw_ways_back(
@@ -221,13 +218,13 @@ def _draw_ways_back(
         y, wide = panel.y + 10 + 20 * row, min(time * each, panel.right - x)
         drawing.rect(Box(x, y, wide, 13), colour)
         words = f"{name}: {seconds(float(f'{time:.2g}'))}"
-        end = max(x - 7, panel.x + 4 + BOLD * text_width(words, SMALL))
-        drawing.text((end, y + 11), words, size=SMALL, colour=colour, anchor="end", bold=True, halo=TINT)
+        end = max(x - 7, panel.x + 4 + text_width(words, SMALL))
+        drawing.text((end, y + 11), words, size=SMALL, anchor="end", halo=TINT)
 
 
-def _caption(point: Point, now: float, start: float) -> str:
-    sample = point.samples[max(0, bisect_right(point.samples, now, key=lambda sample: sample.end) - 1)]
-    return f"{seconds(now - start)}: {sample.running} running in {sample.used:,} blocks, {sample.out} preempted"
+def _caption(life: Sequence[Held], now: float) -> str:
+    kind = next((held.span.kind for held in life if now <= held.span.end), RUNS)
+    return f"{seconds(now - life[0].span.start)}: {kind}"
 
 
 def micro(value: float) -> str:

@@ -67,17 +67,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The pool after a step, in blocks."""
-
-    end: float
-    used: int
-    running: int
-    out: int
-    """Preempted requests."""
-
-
-@dataclass(frozen=True)
 class Point:
     """The results of the requests with one pool."""
 
@@ -95,7 +84,8 @@ class Point:
     seconds: float
     """Seconds until the last counted request ended."""
     spans: tuple[Span, ...]
-    samples: tuple[Sample, ...]
+    peak: int
+    """The maximum number of blocks in use after any step."""
 
     @property
     def wasted(self) -> float:
@@ -108,11 +98,6 @@ class Point:
         time that steps wait for copies.
         """
         return self.copying / self.seconds if self.copied else self.wasted
-
-    @property
-    def peak(self) -> int:
-        """Return the maximum number of blocks in use after any step."""
-        return max(sample.used for sample in self.samples)
 
     def latency(self, share: float) -> float:
         """Return the seconds within which this share of the requests finished."""
@@ -129,7 +114,7 @@ class _Watched(OpenEngine):
         self.one_by_one = one_by_one
         self.began: dict[int, tuple[str, float]] = {}
         self.spans: list[Span] = []
-        self.samples: list[Sample] = []
+        self.peak = 0
         self.computed = 0
         self.copied, self.copying = 0, 0.0
         self.start = 0.0
@@ -163,7 +148,8 @@ class _Watched(OpenEngine):
                 self._turn(index, "", self.now)
             elif self.began[index][0] == AGAIN:
                 self._turn(index, RUNS, self.now)
-        self._sample()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.peak = max(self.peak, pool.num_usable_blocks - pool.get_num_free_blocks())
         return work
 
     def _turn(self, index: int, kind: str, now: float) -> None:
@@ -181,12 +167,6 @@ class _Watched(OpenEngine):
             return self.serving.lengths[index].total
         return request.num_lost_tokens if turns_to == OUT else request.num_tokens
 
-    def _sample(self) -> None:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        out = sum(kind == OUT for kind, _ in self.began.values())
-        used = pool.num_usable_blocks - pool.get_num_free_blocks()
-        self.samples.append(Sample(self.now, used, len(self.scheduler.running), out))
-
     def watched(self) -> Generator[None, None, Point]:
         """Serve the load, pausing every few milliseconds of work."""
         result = yield from self.serve()
@@ -201,7 +181,7 @@ class _Watched(OpenEngine):
             copying=self.copying,
             seconds=result.end,
             spans=tuple(sorted(self.spans, key=lambda span: span.start)),
-            samples=tuple(self.samples),
+            peak=self.peak,
         )
 
 

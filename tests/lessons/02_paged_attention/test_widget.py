@@ -70,8 +70,9 @@ def test_the_valley_lies_near_the_lessons_formula():
         for kernel in ("sector", "line"):
             for row in widget.ROWS:
                 state = widget.sweep(requests=name, samples=1, kernel=kernel, row_bytes=row)
-                apart = abs(math.log2(state.valley / max(state.balance, 16)))
-                assert apart <= 1.5, (name, kernel, row, state.valley, state.balance)
+                balance = math.sqrt(2 * state.tokens * widget.KERNELS[kernel].piece / (2 * row))
+                apart = abs(math.log2(state.valley / max(balance, 16)))
+                assert apart <= 1.5, (name, kernel, row, state.valley, balance)
     assert widget.sweep(kernel="token").valley == 16, "it looks up every token: blocks save it nothing"
 
 
