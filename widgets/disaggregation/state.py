@@ -14,7 +14,6 @@ from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Transfer, get_link
-from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation.connector import CheckedConnector, ConnectorScheduler
 from widgets.shell.swept import patient
@@ -191,8 +190,6 @@ class State:
     """The transfer of one prompt, alone."""
     steps: tuple[Step, Step]
     """A step of a GPU that decodes, and of one that does both, at this rate."""
-    error: str
-    """The cost model's error on published measurements."""
 
     @property
     def known(self) -> bool:
@@ -312,7 +309,7 @@ def sweep(
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=KNOWN_ERROR,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False,
         steps=(mine.step(rate), pools[0].step(rate)),
         transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
