@@ -5,15 +5,16 @@ that do both.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 from minivllm_lab.disaggregation.goodput import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.kv_links import LINKS, Transfer, get_link
+from minivllm_simulate.kv_links import get_link
 from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation.connector import CheckedConnector, ConnectorScheduler
 from widgets.shell.swept import patient
@@ -186,8 +187,6 @@ class State:
     """As many GPUs that do both; with `budget` TUNED, those with the best budget so far."""
     is_tuned: bool
     """Whether no other budget is better than that of `both`."""
-    transfer: Transfer
-    """The transfer of one prompt, alone."""
     steps: tuple[Step, Step]
     """A step of a GPU that decodes, and of one that does both, at this rate."""
 
@@ -248,11 +247,10 @@ class Experiment:
 
 
 @lru_cache(maxsize=512)
-def experiment(key: Hashable, work: Work) -> Experiment:
+def experiment(key: tuple[Any, ...], work: Work) -> Experiment:
     """Return the experiment with this configuration; it keeps the results of earlier runs, and
     `key` identifies the system.
     """
-    assert isinstance(key, tuple)
     model, gpu, prefill, decode, *rest = key
     if prefill:
         link, layer_wise, *own = rest
@@ -311,7 +309,6 @@ def sweep(
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
         both=pools[0].side(Objective(ttft, tpot)), is_tuned=False,
         steps=(mine.step(rate), pools[0].step(rate)),
-        transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, mine, pools).states()
 

@@ -8,7 +8,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from minivllm_lab.drawing import QUIET, RULE, Point, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, VERMILLION
@@ -137,17 +137,18 @@ def _draw_dot(axes: Axes, at: float, row: Row, last: int) -> None:
     drawing, step = axes.drawing, row.steps[last]
     x, y = axes.at(step.factor or 1, at)
     said = last and step.effect == row.steps[0].effect
+    colour = VERMILLION if step.effect in ("slower", "refused") else BLUE
     if step.factor:
-        _draw_mark(drawing, (x, y), last, VERMILLION if step.effect == "slower" else BLUE, _tip(row, last))
+        _draw_mark(drawing, (x, y), last, colour, _tip(row, last))
     elif not said:
-        drawing.text((axes.box.right, y + 4), SIGNS[step.effect], size=SMALL, colour=VERMILLION, anchor="end")
+        drawing.text((axes.box.right, y + 4), SIGNS[step.effect], size=SMALL, colour=colour, anchor="end")
     if step.effect == "slower" and not said:
-        drawing.text((x - 10, y + 4), _change(step), size=SMALL, colour=VERMILLION, anchor="end")
+        drawing.text((x - 10, y + 4), _change(step), size=SMALL, colour=colour, anchor="end")
         right = max(axes.at(each.factor or 1, at)[0] for each in row.steps) + 20
         lines = balanced(_why(row, step), axes.box.right - right)
         for line, words in enumerate(lines):
             place = right, y + 4 + ROW * (line - (len(lines) - 1) / 2)
-            drawing.text(place, words, size=SMALL, colour=VERMILLION, halo=True)
+            drawing.text(place, words, size=SMALL, colour=colour, halo=True)
 
 
 def _draw_mark(drawing: Drawing, place: Point, last: int, colour: str = BLUE, tip: str = "") -> None:
@@ -255,18 +256,12 @@ def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     """Return the regions in which the server with all levers breaks, as (low, high, cause); None
     stands for the axis's end.
     """
-    regions: list[tuple[float | None, float | None, str]] = []
-    at = 0
-    between = [_edge(state.level, *pair) for pair in pairwise(zip(SLOTS, state.by_slots, strict=True))]
-    for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
-        outcomes = list(run)
-        first, last = at, at + len(outcomes) - 1
-        at = last + 1
-        if broken:
-            low = between[first - 1] if first else None
-            high = between[last] if last + 1 < len(SLOTS) else None
-            regions.append((low, high, state.trouble(outcomes[0])))
-    return regions
+    runs = list(zip(SLOTS, state.by_slots, strict=True))
+    troubles = [state.trouble(outcome) for outcome in state.by_slots]
+    turns = [at for at in range(1, len(runs)) if bool(troubles[at]) != bool(troubles[at - 1])]
+    edges = [None, *(_edge(state.level, *runs[at - 1 : at + 1]) for at in turns), None]
+    regions = zip([0, *turns], pairwise(edges), strict=True)
+    return [(low, high, troubles[first]) for first, (low, high) in regions if troubles[first]]
 
 
 def _edge(level: float, low: tuple[int, Outcome], high: tuple[int, Outcome]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from minivllm_lab.drawing import text_width
 from minivllm_lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, figures, hidden_note, percent
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, percent, seconds
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, State, sibling
@@ -34,11 +34,6 @@ def drafter_words(state: State) -> str:
     if state.drafter in ("small", "large"):
         return sibling(state.model, state.drafter)
     return {"ngram": "n-grams", "head": "an EAGLE-3 head", "parallel": "a parallel head"}[state.drafter]
-
-
-def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds, with three significant digits."""
-    return f"{figures(seconds * 1e3)} ms"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -109,7 +104,7 @@ def _draw_rest(drawing: Drawing, rest: Box, *, loses: bool) -> None:
 
 def _plain_steps(state: State) -> list[Segment]:
     """Return the steps without drafts: whole ones, and the part of one more."""
-    tip = f"a plain step: {milliseconds(state.one.plain(state.batch).seconds)}"
+    tip = f"a plain step: {seconds(state.one.plain(state.batch).seconds)}"
     whole = [Segment("1 token", 1, SKY, tip)] * math.floor(state.tokens)
     return [*whole, Segment("", state.tokens % 1, SKY, tip)]
 
@@ -121,7 +116,7 @@ def _parts(state: State) -> list[Segment]:
     more = step.seconds - plain.seconds - drafter
     parts = {"a plain step": (plain.seconds, SKY), "extra arithmetic": (more, PURPLE), "drafter": (drafter, ORANGE)}
     return [
-        Segment(name, part / plain.seconds, colour, f"{name}: {milliseconds(part)}")
+        Segment(name, part / plain.seconds, colour, f"{name}: {seconds(part)}")
         for name, (part, colour) in parts.items()
     ]
 
