@@ -114,8 +114,9 @@ def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float, af
         drawing.text(place, name * fits, size=SMALL, colour=ink, anchor="middle", turn=-90 * upright)
     drawing.hatch(Box(x, y + BAR * (chunk_end > limit), max(0.0, stop - x), BAR - 1), VERMILLION, gap=5)
     drawing.line((x, y - 4), (x, box.bottom + 2), GREEN, width=2)
-    drawing.text((axes.at(step.launch, 0)[0], box.bottom + 12), "decode", size=SMALL, colour=SKY)
-    free = axes.at(chunk_end, 0)[0] - 1, box.bottom + 12
+    left, below = axes.at(step.launch, 0)[0], box.bottom + 12
+    drawing.text((left, below), "decode", size=SMALL, colour=SKY)
+    free = max(axes.at(chunk_end, 0)[0] - 1, left + text_width("decode  for free", SMALL)), below
     drawing.text(free, "for free" * (chunk > 0 and chunk_end <= read), size=SMALL, colour=PURPLE, anchor="end")
     reads = f"{counted(step.decodes, 'answer')}'{'s' * (round(step.decodes) == 1)} KV each" * (end > step.least)
     drawing.text((after, box.y - 8), reads, size=SMALL, colour=SKY)
