@@ -88,9 +88,7 @@ def command(state: State) -> str:
     name = shlex.quote(next(name for name in CONFIGS if name.endswith(f"/{state.model}")))
     mine, work = state.mine, state.work
     many = {"prefill": mine.prefill, "decode": mine.decode}
-    urls = {
-        kind: " ".join(f"http://{kind}{index}:8000" for index in range(1, count + 1)) for kind, count in many.items()
-    }
+    urls = {kind: " ".join(f"http://{kind}{n + 1}:8000" for n in range(count)) for kind, count in many.items()}
     goal = f"ttft:{state.objective.ttft * 1e3:g} tpot:{state.objective.tpot * 1e3:g}"
     return "\n".join(
         [
@@ -170,8 +168,7 @@ def _slow_link(state: State) -> Progress:
         "queue": "Raise prefill: prompts wait for a GPU.",
     }.get(
         point.cause(state.objective) if point else "",
-        f"Send layer by layer, and balance prefill and decode: a prompt holds the link for "
-        f"{seconds(state.transfer.seconds)}, and each GPU has its own link.",
+        "Send layer by layer, and balance prefill and decode: each GPU has its own link.",
     )
     return _progress(state, rules, bool(point) and not mine.breaks(state.rate), words, advice, "Qwen3-14B")
 

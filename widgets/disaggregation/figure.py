@@ -9,15 +9,16 @@ from dataclasses import replace
 from functools import partial
 
 from minivllm_lab.disaggregation.goodput import SHARE
-from minivllm_lab.pictures.drawing import ink_on, text_width
-from minivllm_lab.pictures.palette import GREEN, INK, PALE, PURPLE, SKY, VERMILLION, YELLOW
+from minivllm_lab.pictures.drawing import QUIET, ink_on, text_width
+from minivllm_lab.pictures.palette import GREEN, INK, PALE, PURPLE, SKY, VERMILLION
+from minivllm_simulate.levers import KNOWN_ERROR
 from minivllm_simulate.load_sweep import within
 from widgets.disaggregation.state import RATES, Side, State, Step
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, figures, hidden_note, percent, seconds, tokens
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing
-from widgets.shell.theme import DARK, MID, MISSED
+from widgets.shell.theme import BROKEN, CARD, DARK, MID
 
-STAGES = {"prefill": (PURPLE,), "link": (YELLOW,), "decode": (SKY,), "both": (PURPLE, SKY)}
+STAGES = {"prefill": (PURPLE,), "link": (MID,), "decode": (SKY,), "both": (PURPLE, SKY)}
 BAR, ROW, NAMES = 24, 18, 74
 """Pixels: the heights of a lane and of a part's row, and the width left of both."""
 
@@ -31,7 +32,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{served}, {tokens(state.work.prompt)} tokens in, {state.work.output} out. In time: "
         f"first token in {seconds(goal.ttft)}, then {seconds(goal.tpot)} each"
     )
-    with drawing.layer(tip=f"Times are modelled{f', {state.error}' if state.error else ''}."):
+    with drawing.layer(tip=f"Times are modelled, {KNOWN_ERROR}."):
         y = drawing.heading((MARGIN, 23), f"A decode step at {state.rate:g} requests a second") + 18
         y = drawing.paragraph((MARGIN, y), note, width - 2 * MARGIN)
     y = _draw_steps(drawing, state, y + 26)
@@ -65,17 +66,17 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
     box = Box(MARGIN + NAMES, y + 8, drawing.width - 2 * MARGIN - NAMES, 2 * BAR)
     axes = Axes(drawing, box, Scale(0, min(max(*ends, limit), 3 * limit)), Scale(0, 2))
     label = axes.at(limit, 0)[0], box.bottom + 17
-    drawing.text(label, f"limit {seconds(limit)}", size=SMALL, colour=GREEN, anchor="end")
-    doing = f"{counted(mine.decode, 'GPU')} only decode{'s' * (mine.decode == 1)}", f"{both.gpus} GPUs do both"
+    side = "start" if limit < axes.x.high / 2 else "end"
+    drawing.text(label, f"limit {seconds(limit)}", size=SMALL, colour=GREEN, anchor=side)
+    doing = f"{counted(mine.decode, 'GPU')} decode{'s' * (mine.decode == 1)}", f"{both.gpus} GPUs do both"
     for step, words, answer, time, end in zip(state.steps, doing, ("", "1"), slow, ends, strict=True):
         axes = Axes(drawing, replace(box, y=y + 8), axes.x, axes.y)
         drawing.text((MARGIN, y), words, bold=True)
         for row, lane in enumerate(("memory", "arithmetic")):
             drawing.text((MARGIN, axes.box.y + BAR * (row + 0.5) + 4), lane, size=SMALL)
-        after, words = MARGIN + BOLD * text_width(words) + 10, f"{counted(step.decodes, 'answer')} each"
+        after = MARGIN + BOLD * text_width(words) + 8
         with drawing.layer(answer=answer):
-            _draw_step(axes, step, time, end, limit)
-            drawing.text((after, y), words, size=SMALL, colour=SKY)
+            _draw_step(axes, step, time, end, limit, after)
         y = axes.box.bottom + 36
     hidden_note(drawing, axes.box)
     return axes.box.bottom
@@ -87,37 +88,41 @@ def _slow(state: State, side: Side) -> float:
     return within(sorted(client.tpot for client in point.clients), SHARE) if point else 0.0
 
 
-def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float) -> None:
+def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float, after: float) -> None:
     """Draw what a step waits for, beneath it what it computes meanwhile, and the limit."""
     drawing, box = axes.drawing, axes.box
     answers, chunk, read = step.decodes * step.token, step.chunk * step.token, step.launch + step.weights
     words = f"{'mean ' * (step.least > slow and step.chunk > 0)}{seconds(slow)}" if slow < math.inf else "no token"
     tip = f"Launches {seconds(step.launch)}, weights {seconds(step.weights)}, arithmetic {seconds(answers + chunk)}. "
-    tip += f"{percent(SHARE)} of the answers: {words} a token at most." * (slow > 0)
-    first, chunked = step.launch + answers, f"chunk of {step.chunk:,.0f}"
-    free = [f"{chunked} prompt tokens, for free"] * (first + chunk <= read)
-    x, y = axes.at(limit, 2)
-    for names, start, stop, colour, row, rows in (
-        (("launch",), 0.0, step.launch, PALE, 0, 2),
-        (("reads the weights", "weights"), step.launch, read, MID, 0, 1),
-        (("KV",), step.least, end, SKY, 0, 1),
-        ((), step.launch, first, SKY, 1, 1),
-        ((*free, f"{chunked} tokens", "prompt"), first, first + chunk, PURPLE, 1, 1),
-        (("arithmetic idle", "idle"), first + chunk, read, MISSED, 1, 1),
+    first, (x, y) = step.launch + answers, axes.at(limit, 2)
+    chunk_end, stop = first + chunk, axes.at(min(end, axes.x.high), 0)[0]
+    for name, begin, until, colour, row, rows in (
+        ("launch", 0.0, step.launch, PALE, 0, 2),
+        ("weights", step.launch, read, MID, 0, 1),
+        ("KV", step.least, end, SKY, 0, 1),
+        ("", step.launch, first, SKY, 1, 1),
+        (f"{step.chunk:,.0f} prompt tokens", first, chunk_end, PURPLE, 1, 1),
+        ("idle", chunk_end, end, CARD, 1, 1),
     ):
-        left, edge = (axes.at(min(time, axes.x.high), 0)[0] for time in (start, stop))
+        left, edge = (axes.at(min(time, axes.x.high), 0)[0] for time in (begin, until))
         bar, room = Box(left, y + BAR * row, edge - left - 1, BAR * rows - 1), min(edge, x) - left
         upright = rows > 1 and 16 < room < bar.height
-        drawing.rect(bar, colour, tip=tip)
-        name = next((name for name in names if text_width(name, SMALL) + 4 <= (bar.height if upright else room)), "")
+        drawing.rect(bar, colour, tip=tip, stroke=MID if name == "idle" else "none")
+        fits = text_width(name, SMALL) + 4 <= (bar.height if upright else room)
         place = left + room / 2 + 4 * upright, bar.y + bar.height / 2 + 4 * (not upright)
         ink = INK if colour in DARK else ink_on(colour)
-        drawing.text(place, name, size=SMALL, colour=ink, anchor="middle", turn=-90 * upright)
-    late = max(0.0, axes.at(min(end, axes.x.high), 0)[0] - x)
-    drawing.hatch(Box(x, y + BAR * (first + chunk > limit), late, BAR - 1), VERMILLION, gap=5)
+        drawing.text(place, name * fits, size=SMALL, colour=ink, anchor="middle", turn=-90 * upright)
+    drawing.hatch(Box(x, y + BAR * (chunk_end > limit), max(0.0, stop - x), BAR - 1), VERMILLION, gap=5)
     drawing.line((x, y - 4), (x, box.bottom + 2), GREEN, width=2)
+    left, below = axes.at(step.launch, 0)[0], box.bottom + 12
+    drawing.text((left, below), "decode", size=SMALL, colour=SKY)
+    free = max(axes.at(chunk_end, 0)[0] - 1, left + text_width("decode  for free", SMALL)), below
+    drawing.text(free, "for free" * (chunk > 0 and chunk_end <= read), size=SMALL, colour=PURPLE, anchor="end")
+    reads = f"{counted(step.decodes, 'answer')}'{'s' * (round(step.decodes) == 1)} KV each" * (end > step.least)
+    drawing.text((after, box.y - 8), reads, size=SMALL, colour=SKY)
     colour = VERMILLION if slow > limit else INK
-    drawing.text((box.right, box.y - 8), words * (slow > 0), colour=colour, anchor="end", bold=True)
+    least = after + text_width(reads, SMALL) + 2 + BOLD * text_width(words)
+    drawing.text((max(stop, least), box.y - 8), words * (slow > 0), colour=colour, anchor="end", bold=True)
 
 
 # ---- the rates that each part handles
@@ -158,7 +163,10 @@ def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], know
         high, most, colours = box.height / len(names), side.most(part), STAGES[part]
         y, first = box.y + index * high, breaks and part == side.weakest
         thick = 3 if part == "link" and not first else high - 5
-        end = axes.at(min(max(most, RATES[0]), axes.x.high), 0)[0]
+        far = f"→ {figures(most)}/s" * (most > axes.x.high)
+        end = axes.at(min(max(most, RATES[0]), axes.x.high), 0)[0] - text_width(far, SMALL) - 10 * bool(far)
+        ground = BROKEN if breaks else CARD
+        drawing.text((box.right - 4, y + high / 2 + 4), far, size=SMALL, colour=QUIET, anchor="end", halo=ground)
         for half, colour in enumerate(colours):
             bar = Box(box.x, y + (high - thick) / 2 + half * thick / len(colours), end - box.x, thick / len(colours))
             drawing.rect(bar, colour, tip=f"{name}: up to {figures(most)} requests a second")
@@ -169,7 +177,10 @@ def _draw_side(axes: Axes, state: State, side: Side, names: dict[str, str], know
     if known:
         drawing.text((x, y), total, size=VALUE, colour=VERMILLION if late else GREEN, bold=True)
         x += BOLD * text_width(total, VALUE) + 9
-    write((x, y), f"{side.weakest} breaks" * bool(breaks and side.prefill), size=SMALL, bold=True)
+    note = f"{side.weakest} breaks" * breaks
+    if not side.prefill and state.known and 0 < state.gain < math.inf:
+        note = f"×{1 / state.gain:.1f}"
+    write((x, y), note, size=SMALL, bold=True)
     if state.rate in side.points:
         words = f"{percent(side.share(state.rate))} in time at {state.rate:g}/s"
         write((drawing.width - MARGIN, y), words, size=SMALL, anchor="end")

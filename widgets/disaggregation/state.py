@@ -5,16 +5,16 @@ that do both.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 from minivllm_lab.disaggregation.goodput import BOUND_BY, SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm_lab.disaggregation.tuning import likely_first
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
-from minivllm_simulate.kv_links import LINKS, Transfer, get_link
-from minivllm_simulate.levers import KNOWN_ERROR
+from minivllm_simulate.kv_links import get_link
 from minivllm_simulate.load_sweep import Runs
 from widgets.disaggregation.connector import CheckedConnector, ConnectorScheduler
 from widgets.shell.swept import patient
@@ -185,12 +185,8 @@ class State:
     """As many GPUs that do both; with `budget` TUNED, those with the best budget so far."""
     is_tuned: bool
     """Whether no other budget is better than that of `both`."""
-    transfer: Transfer
-    """The transfer of one prompt, alone."""
     steps: tuple[Step, Step]
     """A step of a GPU that decodes, and of one that does both, at this rate."""
-    error: str
-    """The cost model's error on published measurements."""
 
     @property
     def known(self) -> bool:
@@ -245,11 +241,10 @@ class Experiment:
 
 
 @lru_cache(maxsize=512)
-def experiment(key: Hashable, work: Work) -> Experiment:
+def experiment(key: tuple[Any, ...], work: Work) -> Experiment:
     """Return the experiment with this configuration; it keeps the results of earlier runs, and
     `key` identifies the system.
     """
-    assert isinstance(key, tuple)
     model, gpu, prefill, decode, *rest = key
     if prefill:
         link, layer_wise, *own = rest
@@ -306,9 +301,8 @@ def sweep(
     first = State(
         rate=rate, model=model, gpu=gpu, link=link, layer_wise=layer_wise, budget=budget, work=work,
         objective=Objective(ttft, tpot), mine=mine.side(Objective(ttft, tpot)),
-        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False, error=KNOWN_ERROR,
+        both=pools[0].side(Objective(ttft, tpot)), is_tuned=False,
         steps=(mine.step(rate), pools[0].step(rate)),
-        transfer=Transfer.of(known_model(model), get_hardware(gpu), prompt, LINKS[link]),
     )  # fmt: skip
     return _Sweep(first, mine, pools).states()
 

@@ -56,11 +56,7 @@ def verdict(state: State) -> Verdict:
         lost = counted(end.preemptions, "preemption")
         words = f"The KV cache is full: {lost}, and each preempted request starts over. It makes {rate}."
         return Verdict(words, "broken")
-    slower = [row.title for row in state.on if "slower" in (step.effect for step in row.steps)]
-    words = f"{_last(state)}{rate}, and a client waits {wait} ms for a token."
-    if slower:
-        words += f" Slower in at least one order: {', '.join(slower)}."
-    return Verdict(words, "tight" if slower else "fine")
+    return Verdict(f"{_last(state)}{rate}, and a client waits {wait} ms for a token.", "fine")
 
 
 def _last(state: State) -> str:

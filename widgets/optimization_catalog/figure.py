@@ -8,23 +8,21 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-from minivllm_lab.pictures.drawing import QUIET, RULE
-from minivllm_lab.pictures.palette import BLUE, GREEN, INK, SKY, VERMILLION
-from minivllm_simulate.levers import LeverResult
-from widgets.optimization_catalog.runs import MODEL, REQUESTS, SLOTS, Outcome, Row, State, Step
+from minivllm_lab.pictures.drawing import QUIET, RULE, Point, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, VERMILLION
+from minivllm_simulate.levers import KNOWN_ERROR, LeverResult
+from widgets.optimization_catalog.runs import MODEL, SLOTS, Outcome, Row, State, Step
 from widgets.shell.plot import MARGIN, ROW, VALUE, Axes, Scale, balanced, counted, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, MID
+from widgets.shell.theme import BROKEN, CARD, MID
 
-NAMES, PITCH, SWEPT = 132, 19, 52
+NAMES, PITCH, SWEPT = 132, 19, 76
 """Pixels: the width of the levers' names, the height of a row, and that of the plot below."""
 SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕ does not start"}
-ORDERS = ("above", "below")
-LAST = ("after the levers below it", "switched on last")
-COLOURS, SIZES = (BLUE, SKY), (4, 6.5)
-"""The dots of each order."""
+ORDERS, ENDS = ("from the top", "from the bottom"), ("first", "last")
+"""The two orders in which levers are switched on, and when the topmost lever is, in each."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",
@@ -45,16 +43,14 @@ ACTS = {
     "tensor_parallel": "Two GPUs share each step, with two all-reduces per layer.",
     "cuda_graphs": "The host launches a step once instead of kernel by kernel.",
 }
-ON_THE_CACHE = ("paging", "prefix_caching", "kv_dtype")
-"""Levers that act on the KV cache."""
 WHY = {
-    ("paging", "slower"): "Each step copies the blocks together until a kernel reads them in place.",
+    ("paging", "slower"): "Each step copies its blocks together.",
     ("paging", "nothing"): "Memory was not the limit.",
     ("kv_cache", "faster"): "Without it, each step recomputes every context.",
-    ("weight_bits", "slower"): "The step is compute-bound, and unpacking adds arithmetic.",
+    ("weight_bits", "slower"): "Compute-bound: unpacking costs.",
     ("weight_bits", "nothing"): "The step is not bound by reading the weights.",
     ("cuda_graphs", "nothing"): "The GPU, not its host, is the bottleneck.",
-    ("cuda_graphs", "slower"): "The GPU is the bottleneck, and graphs take memory from the KV cache.",
+    ("cuda_graphs", "slower"): "Graphs take memory from the cache.",
     ("chunked_prefill", "nothing"): "Hardly any prompt had to wait for room in a step.",
     ("prefix_caching", "nothing"): "Few prompt tokens hit the cache, or they cost little.",
     ("continuous_batching", "nothing"): "Requests rarely wait for others in their batch.",
@@ -64,13 +60,13 @@ WHY = {
 def figure(state: State, width: float = 640, pinned: State | None = None) -> str:
     """Draw what each lever buys in both orders, and a token's time by requests at once."""
     drawing = Drawing(width, 0, "What each lever buys", _described(state))
-    y = drawing.heading((MARGIN, 21), "What each lever buys", "; ".join(_ends(state)))
-    note = f"{MODEL} on {state.gpu}, {REQUESTS[state.requests]}, at most {state.slots} at once; modelled"
-    with drawing.layer(tip=f"The model's {state.error} against published runs." if state.error else ""):
-        y = drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN)
-    dots = [partial(drawing.circle, radius=size, fill=colour) for size, colour in zip(SIZES, COLOURS, strict=True)]
-    words = [f"switched on after the levers {order} it" for order in ORDERS]
-    keys = [Segment(name, 0, "", draw=dot) for name, dot in zip(words, dots, strict=True)]
+    with drawing.layer(tip=f"The model's {KNOWN_ERROR} against published runs."):
+        note = (
+            f"{MODEL} on {state.gpu}, modelled: {rate_words(state.nothing).split()[0]} → {rate_words(state.everything)}"
+        )
+        y = drawing.heading((MARGIN, 21), "What each lever buys", note)
+    words = f"switched on {ORDERS[0]} ↓", f"{ORDERS[1]} ↑"
+    keys = [Segment(name, 0, "", draw=partial(_draw_mark, drawing, last=last)) for last, name in enumerate(words)]
     y = legend(drawing, (MARGIN, y + 22), keys, width - 2 * MARGIN)
     y = _draw_levers(drawing, y + 16, state)
     swept = Box(MARGIN + 34, y + 46, width - 2 * MARGIN - 34, SWEPT)
@@ -81,12 +77,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 def _described(state: State) -> str:
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
-    return f"{'; '.join(_ends(state))}. After those above and after those below: {'; '.join(factors)}."
-
-
-def _ends(state: State) -> list[str]:
-    ends = [("nothing on", state.nothing), (f"these {len(state.on)} on", state.everything)]
-    return [f"{name}: {rate_words(run)}" for name, run in ends[: 1 + bool(state.on)]]
+    return f"Tokens/s when switched on {' and '.join(ORDERS)}: {'; '.join(factors)}."
 
 
 def most_dependent(state: State) -> Row | None:
@@ -110,19 +101,19 @@ def _draw_levers(drawing: Drawing, top: float, state: State) -> float:
     scale = Scale(min(0.6, *factors, 1), max(10, 1.2 * max(factors, default=1)), log=True)
     box = Box(MARGIN + NAMES, top, drawing.width - 2 * MARGIN - NAMES, PITCH * count)
     axes = Axes(drawing, box, scale, Scale(count, 0))
-    one = axes.at(1, count)
-    drawing.rect(replace(box, width=one[0] - box.x), BROKEN)
-    drawing.text((MARGIN, top - 6), "times the tokens/s", size=SMALL, colour=QUIET)
-    drawing.text((one[0] - 4, box.bottom + 14), "slower", size=SMALL, colour=VERMILLION, anchor="end")
+    one, below = axes.at(1, 0)[0], box.bottom + 14
+    drawing.rect(replace(box, width=one - box.x), BROKEN)
+    drawing.text((MARGIN, below), "tokens/s", size=SMALL, colour=QUIET)
+    drawing.text((one - 11, below), "slower", size=SMALL, colour=VERMILLION, anchor="end")
     for factor in scale.ticks(5):
         x = axes.at(factor, 0)[0]
         drawing.line((x, top), (x, box.bottom), QUIET if factor == 1 else RULE)
         with drawing.answer() if factor > 2 else nullcontext():
-            drawing.text((x, top - 6), f"×{factor:g}", size=SMALL, colour=QUIET, anchor="middle")
+            drawing.text((x, below), f"×{factor:g}", size=SMALL, colour=QUIET, anchor="middle")
+    if special:
+        _draw_surprise(axes, state.rows.index(special), special, ENDS if special is state.on[0] else ORDERS)
     for index, row in enumerate(state.rows):
         _draw_lever(axes, index + 0.5, row, row is special)
-    if special:
-        _draw_surprise(axes, state.rows.index(special), special, LAST[special is state.on[0]])
     return box.bottom
 
 
@@ -136,40 +127,57 @@ def _draw_lever(axes: Axes, at: float, row: Row, special: bool) -> None:
     with drawing.layer(group=row.field):
         with drawing.answer():
             drawing.polyline(ends, GREEN if special else MID, width=7 if special else 3)
-        for reverse in range(len(row.steps))[::-1]:
-            with drawing.answer() if reverse else nullcontext():
-                _draw_dot(axes, at, row, reverse, special and not reverse)
+        for last in range(len(row.steps))[::-1]:
+            with drawing.answer() if last else nullcontext():
+                _draw_dot(axes, at, row, last)
 
 
-def _draw_dot(axes: Axes, at: float, row: Row, reverse: int, named: bool) -> None:
-    """Draw what a lever buys in one order, with its factor if it is `named` or loses, or say why it buys nothing."""
-    drawing, step = axes.drawing, row.steps[reverse]
+def _draw_dot(axes: Axes, at: float, row: Row, last: int) -> None:
+    """Draw what a lever buys in one order, with its factor and the reason if it loses, or say why it buys nothing."""
+    drawing, step = axes.drawing, row.steps[last]
     x, y = axes.at(step.factor or 1, at)
-    colour = VERMILLION if step.effect in ("slower", "refused") else COLOURS[reverse]
-    said = reverse and step.effect == row.steps[0].effect
+    said = last and step.effect == row.steps[0].effect
+    colour = VERMILLION if step.effect in ("slower", "refused") else BLUE
     if step.factor:
-        drawing.circle((x, y), SIZES[reverse], colour, tip=_tip(row, reverse))
-        beside, anchor = (10, "start") if step.factor > min(step.factor or 0 for step in row.steps) else (-10, "end")
-        if named or (step.effect == "slower" and not said):
-            drawing.text((x + beside, y + 4), _change(step), size=SMALL, colour=colour, anchor=anchor, halo=named)
+        _draw_mark(drawing, (x, y), last, colour, _tip(row, last))
     elif not said:
         drawing.text((axes.box.right, y + 4), SIGNS[step.effect], size=SMALL, colour=colour, anchor="end")
+    if step.effect == "slower" and not said:
+        drawing.text((x - 10, y + 4), _change(step), size=SMALL, colour=colour, anchor="end")
+        right = max(axes.at(each.factor or 1, at)[0] for each in row.steps) + 20
+        lines = balanced(_why(row, step), axes.box.right - right)
+        for line, words in enumerate(lines):
+            place = right, y + 4 + ROW * (line - (len(lines) - 1) / 2)
+            drawing.text(place, words, size=SMALL, colour=colour, halo=True)
 
 
-def _draw_surprise(axes: Axes, index: int, row: Row, where: str) -> None:
-    """Write beside the most dependent lever's row what it buys in reverse, and why."""
-    drawing, step = axes.drawing, row.steps[1]
-    why = balanced(WHY.get((row.field, step.effect), ""), 0.6 * axes.box.width)
-    high = 46 + ROW * len(why)
-    y = axes.at(1, index + 1)[1] + 24 if index < 6 else axes.at(1, index)[1] - high + 24
-    colour = VERMILLION if step.effect == "slower" else GREEN
+def _draw_mark(drawing: Drawing, place: Point, last: int, colour: str = BLUE, tip: str = "") -> None:
+    """Draw a hollow dot, or the larger filled one of the order from the bottom."""
+    fill, stroke = (colour, CARD) if last else (CARD, colour)
+    drawing.circle(place, 4 + 3 * last, fill, stroke=stroke, tip=tip)
+
+
+def _draw_surprise(axes: Axes, index: int, row: Row, names: tuple[str, str]) -> None:
+    """Write beside the most dependent lever's row what it buys in both orders, and why."""
+    drawing, (forth, back) = axes.drawing, row.steps
+    words, (x, y) = f"{names[0]} {_change(forth)}", axes.at(forth.factor or 1, index)
+    x = min(max(x - 4, axes.at(1, 0)[0] + 4), axes.box.right - text_width(words, SMALL))
+    drawing.text((x, y - 3), words, size=SMALL, colour=BLUE, halo=True)
+    lines = balanced(_why(row, back), 0.6 * axes.box.width)
+    high = 46 + ROW * len(lines)
+    y += PITCH + 24 if index < 6 else 24 - high
+    colour = VERMILLION if back.effect == "slower" else GREEN
     write = partial(drawing.text, anchor="end", halo=True)
     with drawing.answer():
-        write((axes.box.right, y), _change(step), size=VALUE, colour=colour, bold=True)
-        write((axes.box.right, y + 18), where, size=SMALL, colour=colour, bold=True)
-        for line, words in enumerate(why, 1):
+        write((axes.box.right, y), _change(back), size=VALUE, colour=colour, bold=True)
+        write((axes.box.right, y + 18), names[1], size=SMALL, colour=colour, bold=True)
+        for line, words in enumerate(lines, 1):
             write((axes.box.right, y + 18 + ROW * line), words, size=SMALL)
     hidden_note(drawing, Box(axes.box.right - 160, y - 24, 160, high))
+
+
+def _why(row: Row, step: Step) -> str:
+    return WHY.get((row.field, step.effect), "")
 
 
 def _change(step: Step) -> str:
@@ -206,29 +214,26 @@ def _counts(run: LeverResult) -> str:
     return f"{run.tokens_per_second:,.1f} tokens/s, {wait}, {batch}, {cache}{hits}{lost}"
 
 
-def _tip(row: Row, reverse: int) -> str:
+def _tip(row: Row, last: int) -> str:
     """Write a tooltip: the results before and after, and why."""
-    step = row.steps[reverse]
-    head = f"{row.title}, after those {ORDERS[reverse]} it"
+    step = row.steps[last]
+    head = f"{row.title}, switched on {ORDERS[last]}"
     if not isinstance(step.after, LeverResult):
         return f"{head}: the server does not start. {step.after}."
     before = _counts(step.before) if isinstance(step.before, LeverResult) else "does not start"
-    idle = row.field in ON_THE_CACHE and not step.after.kv_tokens
-    why = "There is no KV cache yet." if idle else WHY.get((row.field, step.effect), "")
-    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {ACTS[row.field]} {why}"
+    return f"{head}: {_change(step)}. Before: {before}. With it: {_counts(step.after)}. {_why(row, step)}"
 
 
 def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) -> None:
     """Draw the time between a request's tokens by requests at once, and its limit."""
     slots, waits, tips = _known(state)
     limit = state.level * 1e3
-    low, high = math.floor(math.log2(0.9 * min([limit, *waits]))), math.ceil(math.log2(1.1 * max([limit, *waits])))
-    ends = Scale(2.0**low, 2.0**high, log=True)  # whole powers, so that it rarely changes during a sweep
+    ends = Scale(0.85 * min([limit, *waits]), 1.15 * max([limit, *waits]), log=True)
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
     name = f"ms a client waits for a token, with {f'these {len(state.on)}' if state.on else 'nothing'} on"
-    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=axes.y.doublings(3))
+    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=ends.ticks(3))
     for low, high, trouble in breaks(state):
-        axes.tint(low, high, BREAKS[trouble], VERMILLION)
+        axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:
         axes.pinned(*_known(pinned)[:2], pinned.slots)
     axes.mark_y(limit, f"limit {limit:g} ms", GREEN)
@@ -236,7 +241,7 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.here(state.slots, "slots")
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y - 8), f"{apart(wait, limit)} ms", BLUE)
+        axes.label((x, y - 8), f"{apart(wait, limit)} ms", VERMILLION if wait > limit else BLUE)
         axes.points([state.slots], [wait], BLUE)
 
 
@@ -244,25 +249,19 @@ def _known(state: State) -> tuple[list[int], list[float], list[str]]:
     """Return the numbers of slots at which the server runs, with milliseconds between tokens and tooltips."""
     runs = [(slots, run) for slots, run in zip(SLOTS, state.by_slots, strict=True) if isinstance(run, LeverResult)]
     waits = [run.inter_token_latency * 1e3 for _, run in runs]
-    return [slots for slots, _ in runs], waits, [_point_tip(state, *pair) for pair in runs]
+    return [slots for slots, _ in runs], waits, [f"{slots} at once: {_counts(run)}." for slots, run in runs]
 
 
 def breaks(state: State) -> list[tuple[float | None, float | None, str]]:
     """Return the regions in which the server with all levers breaks, as (low, high, cause); None
     stands for the axis's end.
     """
-    regions: list[tuple[float | None, float | None, str]] = []
-    at = 0
-    between = [_edge(state.level, *pair) for pair in pairwise(zip(SLOTS, state.by_slots, strict=True))]
-    for broken, run in groupby(state.by_slots, key=lambda outcome: bool(state.trouble(outcome))):
-        outcomes = list(run)
-        first, last = at, at + len(outcomes) - 1
-        at = last + 1
-        if broken:
-            low = between[first - 1] if first else None
-            high = between[last] if last + 1 < len(SLOTS) else None
-            regions.append((low, high, state.trouble(outcomes[0])))
-    return regions
+    runs = list(zip(SLOTS, state.by_slots, strict=True))
+    troubles = [state.trouble(outcome) for outcome in state.by_slots]
+    turns = [at for at in range(1, len(runs)) if bool(troubles[at]) != bool(troubles[at - 1])]
+    edges = [None, *(_edge(state.level, *runs[at - 1 : at + 1]) for at in turns), None]
+    regions = zip([0, *turns], pairwise(edges), strict=True)
+    return [(low, high, troubles[first]) for first, (low, high) in regions if troubles[first]]
 
 
 def _edge(level: float, low: tuple[int, Outcome], high: tuple[int, Outcome]) -> float:
@@ -271,8 +270,3 @@ def _edge(level: float, low: tuple[int, Outcome], high: tuple[int, Outcome]) -> 
     crosses = len(waits) == 2 and (waits[0] > 1) != (waits[1] > 1)
     share = math.log(waits[0]) / math.log(waits[0] / waits[1]) if crosses else 0.5
     return low[0] * (high[0] / low[0]) ** share
-
-
-def _point_tip(state: State, slots: int, run: LeverResult) -> str:
-    words = {"late": f" That is over the limit of {state.level * 1e3:g} ms.", "preempts": " The KV cache is full."}
-    return f"{slots} at once: {_counts(run)}.{words.get(state.trouble(run), '')}"

@@ -19,7 +19,6 @@ from minivllm.errors import MinivllmError
 from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.levers import (
-    KNOWN_ERROR,
     LADDER,
     LeverResult,
     Levers,
@@ -126,8 +125,6 @@ class State:
     """The outcome with all levers that are on."""
     by_slots: tuple[Outcome, ...]
     """The outcomes with all levers that are on, for each of SLOTS."""
-    error: str
-    """The lever model's median error on published figures."""
 
     @property
     def on(self) -> tuple[Row, ...]:
@@ -258,7 +255,6 @@ def _state(setting: Setting) -> State:
         nothing=orders[0][0],
         everything=orders[0][-1],
         by_slots=tuple(setting.known(slots, everything) for slots in SLOTS),
-        error=KNOWN_ERROR,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from minivllm_lab.pictures.drawing import text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm_lab.speculative_decoding.speculation import Cause
-from widgets.shell.plot import MARGIN, Axes, Scale, counted, figures, hidden_note, percent
+from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, percent, seconds
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED
 from widgets.speculative_decoding.state import BATCHES, MOST_BATCH, State, sibling
@@ -34,11 +34,6 @@ def drafter_words(state: State) -> str:
     if state.drafter in ("small", "large"):
         return sibling(state.model, state.drafter)
     return {"ngram": "n-grams", "head": "an EAGLE-3 head", "parallel": "a parallel head"}[state.drafter]
-
-
-def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds, with three significant digits."""
-    return f"{figures(seconds * 1e3)} ms"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -70,7 +65,7 @@ def _draw_times(drawing: Drawing, state: State) -> float:
     named = f"k = {counted(state.k, 'draft')} by {drafter_words(state)}"
     rows = (
         (y + 36, "no drafts", state.tokens, f"{state.tokens:.2f} plain steps", _plain_steps(state)),
-        (y + 36 + ROW, named, state.longer, f"as long as {state.longer:.2f}", parts),
+        (y + 36 + ROW, named, state.longer, f"{state.longer:.2f} plain steps", parts),
     )
     bottom = y + 36 + ROW + BAR + 37
     hidden_note(drawing, Box(MARGIN, y + 36, wide, ROW + BAR))
@@ -85,11 +80,14 @@ def _draw_times(drawing: Drawing, state: State) -> float:
             drawing.text((max(end, least), top - 7), length, size=SMALL, anchor="end", bold=True)
     keys = without_room([part for part in parts if part.value], longest, wide)
     with drawing.answer():
+        faster, end = f"{few.speedup:.2f} times as fast", MARGIN + wide * few.longer / longest
+        place = min(end + 8, MARGIN + wide - text_width(faster, SMALL)), bottom - 2
         drawing.text((MARGIN, bottom - 18), f"at {FEW} requests, reading weights hides the arithmetic", size=SMALL)
         drawing.add('<g opacity="0.5">')
         bare = [replace(part, label="") for part in _parts(few)]
         stacked_bar(drawing, Box(MARGIN, bottom - 12, wide, 12), bare, longest)
         drawing.add("</g>")
+        drawing.text(place, faster, size=SMALL, bold=True, halo=True)
         return legend(drawing, (MARGIN, bottom + 19), keys, wide) - 19 if keys else bottom
 
 
@@ -106,7 +104,7 @@ def _draw_rest(drawing: Drawing, rest: Box, *, loses: bool) -> None:
 
 def _plain_steps(state: State) -> list[Segment]:
     """Return the steps without drafts: whole ones, and the part of one more."""
-    tip = f"a plain step: {milliseconds(state.one.plain(state.batch).seconds)}"
+    tip = f"a plain step: {seconds(state.one.plain(state.batch).seconds)}"
     whole = [Segment("1 token", 1, SKY, tip)] * math.floor(state.tokens)
     return [*whole, Segment("", state.tokens % 1, SKY, tip)]
 
@@ -118,7 +116,7 @@ def _parts(state: State) -> list[Segment]:
     more = step.seconds - plain.seconds - drafter
     parts = {"a plain step": (plain.seconds, SKY), "extra arithmetic": (more, PURPLE), "drafter": (drafter, ORANGE)}
     return [
-        Segment(name, part / plain.seconds, colour, f"{name}: {milliseconds(part)}")
+        Segment(name, part / plain.seconds, colour, f"{name}: {seconds(part)}")
         for name, (part, colour) in parts.items()
     ]
 
@@ -170,8 +168,6 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
                 axes.label(best_here, f"k\u2009=\u2009{state.best_k}\n{state.best_speedup(state.batch):.2f}", PINNED)
             axes.points([state.batch], [state.speedup], BLUE)
     axes.here(state.batch, "batch", f"{state.batch}")
-    with axes.drawing.answer():
-        axes.tips(batches, lambda batch: _tip(state, batch))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -189,10 +185,3 @@ def _draw_broken(axes: Axes, state: State) -> None:
             axes.broken(None, None, f"loses{why}")
     if most < MOST_BATCH:
         axes.broken(max(most, 1), None, f"memory is full at {most}" + f"; {plain} without a drafter" * (plain > most))
-
-
-def _tip(state: State, batch: int) -> str:
-    """Describe the results at a batch size."""
-    plain, step = (milliseconds(parts.seconds) for parts in (state.one.plain(batch), state.one.step(batch, state.k)))
-    speedup = f"{state.one.speedup(batch, state.k):.2f} times as fast"
-    return f"{counted(batch, 'request')}: {speedup}, with steps of {step} instead of {plain}."

@@ -41,18 +41,18 @@ def detail(state: State, width: int = 640, pinned: State | None = None) -> str:
             with drawing.layer(at=f"{frame} {last if index == step.kept else frame}"):
                 drawing.rect(Box(row.x - 6, row.y - 3, row.width + 12, row.height + 6), IDLE, radius=6)
                 _draw_distributions(drawing, panel, state, index)
-        _draw_row(drawing, row, state, index, last, captions[min(index + 2, last)])
+        _draw_row(drawing, row, state, index, last)
     drawing.height = panel.bottom + MARGIN
     return drawing.render()
 
 
-def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, caption: str) -> None:
+def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int) -> None:
     """Draw one position: its draft, how likely it is accepted with its random number, and the token
     that comes out.
     """
     step = state.step
     draft, token = (replace(row, x=x, width=TOKEN) for x in (row.x, row.right - TOKEN))
-    bar = Box(draft.right + 8, row.y + 3, row.width - 2 * TOKEN - 16, row.height - 6)
+    bar = Box(draft.right + 8, row.y + row.height / 4, row.width - 2 * TOKEN - 16, row.height / 2)
     if index < state.k:
         place = step.places[index]
         _draw_token(drawing, draft, VOCABULARY[place.draft], ORANGE, shade=0)
@@ -66,7 +66,6 @@ def _draw_row(drawing: Drawing, row: Box, state: State, index: int, last: int, c
         kept = index < step.kept
         with drawing.layer(at=f"{index + 2 if kept else last} {last}"):
             _draw_token(drawing, token, step.tokens[index], GREEN if kept else BLUE)
-        drawing.rect(row, "transparent", tip=caption)
 
 
 def _draw_token(drawing: Drawing, box: Box, word: str, colour: str, *, shade: float = 0.25) -> None:
@@ -119,11 +118,11 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
 
 
 def _draw_shares(drawing: Drawing, box: Box, place: Place | None, index: int) -> None:
-    """Write which share of all drafts at a position is kept, and that as much is recovered as is rejected."""
+    """Write which shares of all drafts at a position are kept and, once rejected, recovered."""
     title = "All drafts are kept: p gives a bonus token"
     if place:
-        title, kept = f"All draws of draft {index + 1}: kept + recovered = p", place.agreement
-        keys = (f"{percent(kept)} kept", GREEN), (f"{percent(1 - kept)} rejected =", ORANGE), ("recovered", BLUE)
+        title, kept = f"Draft {index + 1}, over all words: kept + recovered = p", place.agreement
+        keys = (f"{percent(kept)} kept", GREEN), (f"{percent(1 - kept)} recovered", BLUE), ("rejected", ORANGE)
         entries = [Segment(words, 0, colour, hatched=colour == ORANGE) for words, colour in keys]
         legend(drawing, (box.x + 12, box.y + 44), entries, box.width)
     drawing.text((box.x + 12, box.y + 22), title, size=SMALL, bold=True)
