@@ -95,8 +95,10 @@ class Use:
     name: str
     query_heads: int
     kv_heads: int
-    latent: bool
+    latent: int
+    """The width of the latent, or 0 for KV heads."""
     operations: float
+    yours: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,13 +137,8 @@ class State:
     def uses(self) -> list[Use]:
         """Return what published models, the reader's among them, and the reader's own make of a byte."""
         heads, kept = self.query_heads // self.tp, max(map(len, self.ranks))
-        own = Use(
-            f"1 of your {self.tp} GPUs" if self.tp > 1 else "your GPU",
-            heads,
-            kept,
-            bool(self.latent),
-            self.here.intensity,
-        )
+        name = f"1 of your {self.tp} GPUs" if self.tp > 1 else "your GPU"
+        own = Use(name, heads, kept, self.latent, self.here.intensity, yours=True)
         return [published(MHA), published(self.model), *[own] * self.here.divisible, published(MLA)]
 
     @property
@@ -225,9 +222,10 @@ def sweep(
 def published(name: str) -> Use:
     """Return what a published model makes of each byte on one GPU; a latent counts as one KV head."""
     model = known_model(name)
-    latent = model.kv_lora_rank is not None
+    latent = model.kv_lora_rank or 0
     holders = 1 if latent else model.num_key_value_heads
-    return Use(name.removesuffix("-hf"), model.num_attention_heads, holders, latent, decode_intensity(model))
+    label = name.removesuffix("-hf").replace("7b", "7B")
+    return Use(label, model.num_attention_heads, holders, latent, decode_intensity(model))
 
 
 @lru_cache(maxsize=1024)
