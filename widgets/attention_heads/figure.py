@@ -23,7 +23,7 @@ GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it; its level takes a little less."""
 ABOVE, MEMORY, NUMBERS, PLOT = 34, 110, 15, 160
 """Pixels of height: what does not fit, a GPU's memory, its number, and the plot."""
-TRACK, ROW, NEXT, INDENT = 24, 58, 48, 16
+TRACK, ROW, NEXT, INDENT = 24, 58, 48, 14
 """Pixels of height of a model's operations, of its row, and of that of its part, which is indented."""
 KIB = 1024
 
@@ -254,10 +254,9 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
     y = drawing.heading((box.x, box.y), "Operations for each byte read", "one by each query head that shares it") + 24
     across = Scale(0, max(ridge, *(1.15 * use.operations for use in uses)))  # room for a number beside the longest
     limit = box.x + across.share(ridge) * box.width
-    legend(drawing, (box.x, y), [Segment("waits for memory", 0, IDLE, outlined=True)], box.width)
     words = f"{state.hardware.name} could do {ridge:.0f}"
     drawing.text((limit, y), words, size=SMALL, colour=GREEN, anchor="end", bold=True)
-    top, track = y + 6, Box(box.x, y - TRACK, box.width, TRACK)
+    track = Box(box.x, y - TRACK, box.width, TRACK)
     for use in uses:
         track = replace(track, y=track.y + (NEXT if use.yours else ROW))
         drawing.rect(replace(track, width=limit - box.x), IDLE)
@@ -266,9 +265,9 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
             both = (("as key", use.query_heads), ("as value", use.operations - use.query_heads))
             parts = [Segment(f"{part:.3g} {name}", part, parts[0].colour) for name, part in both]
         stacked_bar(drawing, track, parts, across.high)
+        drawing.line((limit, track.bottom - ROW + 4), (limit, track.bottom + 4), colour=GREEN, width=2)
         _write_use(drawing, track, use, box.x + across.share(use.operations) * box.width + 6)
-    drawing.line((limit, top), (limit, track.bottom + 4), colour=GREEN, width=2)
-    return track.bottom
+    return legend(drawing, (box.x, track.bottom + 24), [Segment("waits for memory", 0, IDLE, outlined=True)], 200) - 19
 
 
 def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
@@ -280,9 +279,8 @@ def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
     words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
     drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
     if use.latent:
-        heads = f"{counted(use.query_heads, 'head')}: " * use.yours
-        heads += f"{use.latent + ROPE} numbers as key, {use.latent} as value"
-    place = x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8
+        heads = f"key: {use.latent + ROPE} numbers, value: {use.latent}"
+    place, halo = (x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8), IDLE
     if place[0] + text_width(heads, SMALL) > track.right:
-        place = left + text_width(use.name, SMALL) * BOLD + 10, y
-    drawing.text(place, heads, size=SMALL, colour=QUIET)
+        place, halo = (left + text_width(use.name, SMALL) * BOLD + 6, y), CARD
+    drawing.text(place, heads, size=SMALL, colour=QUIET, halo=halo)
