@@ -13,7 +13,7 @@ from minivllm_lab.attention_heads.siblings import ROPE
 from minivllm_lab.drawing import ink_on, text_width
 from minivllm_lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Place, State, Use
-from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, tokens
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box
 from widgets.shell.theme import BROKEN, CARD, IDLE, MID, MISSED
@@ -114,8 +114,9 @@ def _write_fits(axes: Axes, place: Place, state: State) -> None:
 def _fits_tip(state: State, place: Place) -> str:
     if place.refused:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
-    rate = f"{place.tokens_per_second:,.0f} tokens a second ({modelled(state.error)})"
-    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {rate}"
+    return (
+        f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {place.tokens_per_second:,.0f} tokens a second (modelled)"
+    )
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -164,7 +165,7 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
     room = whole.width / state.tp
     gap = min(4.0, room / 5)
     gpus = [Box(whole.x + rank * room + gap / 2, whole.y, room - gap, MEMORY) for rank in range(state.tp)]
-    weights = min(state.reserved / state.budget, 1) * MEMORY
+    weights = min(state.shares[0], 1) * MEMORY
     step = next(step for step in TPS if step * room >= text_width("GPU 00", SMALL) + 6)
     for rank, gpu in enumerate(gpus):
         drawing.rect(gpu, IDLE, stroke=MID)
@@ -185,16 +186,11 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
     return whole.bottom + NUMBERS
 
 
-def _filled(state: State) -> float:
-    """Return the part of a GPU's memory that the weights and all requests take."""
-    return (state.reserved + state.needed) / state.budget
-
-
 def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], seen: Collection[int]) -> None:
     """Draw the KV heads of one GPU side by side, as high as the requests make them; what an earlier
     GPU keeps, too, is a copy.
     """
-    low, high = (min(part, 1) * MEMORY for part in (state.reserved / state.budget, _filled(state)))
+    low, high = (min(share, 1) * MEMORY for share in state.shares)
     wide = gpu.width / len(heads)
     for index, head in enumerate(heads):
         part = Box(gpu.x + index * wide, gpu.bottom - high, wide - (index + 1 < len(heads)) * (wide > 3), high - low)
@@ -204,7 +200,7 @@ def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], 
         if text_width(words, SMALL) + 2 <= part.width and part.height > SMALL:
             where = (part.x + part.width / 2, part.y + part.height / 2 + 4)
             drawing.text(where, words, size=SMALL, colour=ink_on(colour), anchor="middle")
-    over = min((_filled(state) - 1) * MEMORY, ABOVE)
+    over = min((state.shares[1] - 1) * MEMORY, ABOVE)
     if over > 0:
         beyond = Box(gpu.x, gpu.y - over, gpu.width, over)
         drawing.rect(beyond, BROKEN)
