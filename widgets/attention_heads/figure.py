@@ -254,14 +254,15 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
     drawing.text((limit, y), words, size=SMALL, colour=GREEN, anchor="end", bold=True)
     track = Box(box.x, y - TRACK, box.width, TRACK)
     for use in uses:
-        track = replace(track, y=track.y + (NEXT if use.yours else ROW))
+        step = NEXT if use.yours else ROW
+        track = replace(track, y=track.y + step)
         drawing.rect(replace(track, width=limit - box.x), IDLE)
         parts = [Segment("", use.operations, BLUE if use.yours else MID)]
         if use.latent:
             both = (("as key", use.query_heads), ("as value", use.operations - use.query_heads))
             parts = [Segment(f"{part:.3g} {name}", part, parts[0].colour) for name, part in both]
         stacked_bar(drawing, track, parts, across.high)
-        drawing.line((limit, track.bottom - ROW + 4), (limit, track.bottom + 4), colour=GREEN, width=2)
+        drawing.line((limit, track.bottom - step + 4), (limit, track.bottom + 4), colour=GREEN, width=2)
         _write_use(drawing, track, use, box.x + across.share(use.operations) * box.width + 6)
     return legend(drawing, (box.x, track.bottom + 24), [Segment("waits for memory", 0, IDLE, outlined=True)], 200) - 19
 

@@ -49,7 +49,7 @@ def _draw_stored(drawing: Drawing, x: float, wide: float, state: State) -> float
     drawing.rect(side, VERMILLION if full else ORANGE)
     drawing.line((side.x, side.y), (side.right, side.bottom), CARD, width=1.5)
     words = f"{tokens(state.length)} × {tokens(state.length)} scores"
-    drawing.text((side.x + 8, side.bottom - 16), words, size=SMALL, colour="#000000")
+    drawing.text((side.x + 8, side.bottom - 7), words, size=SMALL, colour="#000000")
     drawing.text((side.right - 8, side.y + 26), "masked half, too", size=SMALL, colour="#000000", anchor="end")
     notes = f"they overfill an {state.hardware.name}" if full else "scores out and in,", "weights out and in"
     return _write_trips(drawing, side, "moved 4 times", ORANGE, *notes)
@@ -99,8 +99,8 @@ def _draw_tiles(drawing: Drawing, x: float, wide: float, state: State) -> float:
     tip = f"A program keeps {state.block_q} queries and reads the keys and values up to them; all others do the same."
     drawing.rect(side, "transparent", tip=tip)
     if each > 1:
-        words = f"1 tile in {each} is drawn"
-        drawing.text((side.right - 6, side.y + 16), words, size=SMALL, colour=QUIET, anchor="end")
+        words = f"1 in {each} is drawn"
+        drawing.text((side.right - 6, side.y + 15), words, size=SMALL, colour=QUIET, anchor="end")
     words = f"{counted(state.programs, 'tile')} read{'s' * (state.programs == 1)} K, V"
     read = sum(seen for _, seen in every) / state.programs / state.length
     return _write_trips(drawing, side, words, SKY, "each up to its own query:", f"{percent(read)} on average")

@@ -62,8 +62,8 @@ def draw_row(drawing: Drawing, state: State) -> None:
     axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
     _draw_maximum(axes, state)
-    words = "Each key adds exp(score − m); as m rises, the old sum (dashed) shrinks (dark). Output: one of its numbers."
-    y = drawing.paragraph((box.x, box.bottom + 24), words, box.width)
+    words = "Each key adds exp(score − m). When m rises, the old sum (dashed) shrinks (dark). "
+    y = drawing.paragraph((box.x, box.bottom + 24), f"{words}Of the output, one number is shown.", box.width)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
     sums = Box(box.x, y + 16, box.width, 90)
     _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.25 * most)), state)
