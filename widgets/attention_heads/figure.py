@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from minivllm_lab.pictures.drawing import Point, ink_on, text_width
+from minivllm_lab.attention_heads.siblings import ROPE
+from minivllm_lab.pictures.drawing import ink_on, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.attention_heads.state import TPS, Place, State, Use
-from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, modelled, tokens
+from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, tokens
 from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box
 from widgets.shell.theme import BROKEN, CARD, IDLE, MID, MISSED
@@ -22,8 +23,8 @@ GPUS = Scale(TPS[0] / HALF, TPS[-1] * HALF, log=True)
 """Each number of GPUs has the part of the axis nearest to it; its level takes a little less."""
 ABOVE, MEMORY, NUMBERS, PLOT = 34, 110, 15, 160
 """Pixels of height: what does not fit, a GPU's memory, its number, and the plot."""
-TRACK, ROW = 24, 58
-"""Pixels of height of a model's operations, and of its row."""
+TRACK, ROW, NEXT, INDENT = 24, 58, 48, 14
+"""Pixels of height of a model's operations, of its row, and of that of its part, which is indented."""
 KIB = 1024
 
 
@@ -56,7 +57,7 @@ def kib(size: float) -> str:
 
 def _scale(state: State) -> Scale:
     """Return a scale that holds all that fits, and what would fit without the first copies."""
-    first = next((place for place in _fitting(state) if place.copies > 1), state.here)
+    first = next((place for place in state.mine.places if place.fits >= 1 and place.copies > 1), state.here)
     return Scale(0, 1.2 * max(state.wanted, first.fits * first.copies, *(place.fits for place in state.mine.places)))
 
 
@@ -66,64 +67,56 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
     with drawing.answer():
         _draw_broken(axes, state)
     if pinned:
-        places = _fitting(pinned)
-        axes.pinned([place.tp for place in places], [place.fits for place in places], pinned.tp)
-    axes.here(state.tp, "tensor_parallel_size")
+        axes.pinned(TPS, [place.fits for place in pinned.mine.places], pinned.tp)
+    axes.here(state.tp, "tensor_parallel_size", line=False)
     hidden_note(drawing, axes.box)
     with drawing.answer():
-        for place in _fitting(state):
+        for place in state.mine.places:
             _draw_place(axes, place)
     axes.mark_y(state.wanted, "")
     axes.label(axes.at(TPS[0] / HALF, state.wanted), f"{state.wanted} required", bold=False)
     drawing.circle(axes.at(state.tp, 0), 7, INK)
     with drawing.answer():
-        for place in sorted(_fitting(state), key=lambda place: place.tp != state.tp):  # the handle's first
-            _write_fits(axes, place, VALUE if place.tp == state.tp else SMALL)
+        for place in sorted(state.mine.places, key=lambda place: place.tp != state.tp):  # the handle's first
+            _write_fits(axes, place, state)
         axes.tips(TPS, lambda tp: _fits_tip(state, state.mine.at(tp)))
 
 
 def _draw_place(axes: Axes, place: Place) -> None:
-    """Draw the requests that fit on this many GPUs and, as a ghost above them, those that would without copies."""
-    low, high, full = place.tp / STEP, place.tp * STEP, place.fits * place.copies
+    """Draw the requests that fit on this many GPUs and, dashed above them, those that would without copies."""
+    low, high, full = place.tp / STEP, place.tp * STEP, min(place.fits * place.copies, axes.y.high)
     (left, top), (right, bottom) = axes.at(low, place.fits), axes.at(high, 0)
-    if place.copies > 1:
-        above = max(axes.at(low, full)[1], axes.box.y)
-        ghost = Box(left, above, right - left, top - above)
-        axes.drawing.rect(ghost, CARD)
-        axes.drawing.hatch(ghost, MISSED)
-        axes.line([low, low, high, high], [place.fits, full, full, place.fits], ORANGE, width=1.5, dash="4 3")
     axes.drawing.rect(Box(left, top, right - left, bottom - top), BLUE)
     axes.line([low, low, high, high], [0, place.fits, place.fits, 0], BLUE, width=1)
+    if full > place.fits:
+        outline = [((low, low), (place.fits, full)), ((high, high), (place.fits, full)), ((low, high), (full, full))]
+        for xs, ys in outline[: 2 + (full < axes.y.high)]:  # open if it ends above the plot
+            axes.line(xs, ys, ORANGE, width=1.5, dash="4 3")
 
 
-def _write_fits(axes: Axes, place: Place, size: float) -> None:
-    """Write how many requests fit and, if the plot shows them, how many would without copies, where there is room."""
-    full = place.fits * place.copies
+def _write_fits(axes: Axes, place: Place, state: State) -> None:
+    """Write how many requests fit and how many would without copies, where there is room."""
+    fails, full, drawing = int(place.fits) < state.wanted, place.fits * place.copies, axes.drawing
     (x, y), above = axes.at(place.tp, place.fits), max(axes.at(place.tp, full)[1] - 5, axes.box.y + 15)
-    numbers = [(y - 6, f"{int(place.fits):,}", size, BLUE)]
-    if place.copies > 1:
-        numbers.append((above, f"{int(full):,}" if full <= axes.y.high else "↑", SMALL, ORANGE))
+    size = VALUE if place.tp == state.tp else SMALL
+    numbers = [(y - 8, f"{int(place.fits):,}", size, VERMILLION if fails else BLUE)]
+    if full > place.fits:
+        numbers += [(above + 15 * (full > axes.y.high), f"{int(full):,}", SMALL, ORANGE)]
+    if full > axes.y.high:
+        numbers += [(above, "↑", SMALL, ORANGE)]
     for y, words, size, colour in numbers:
-        _write_where_free(axes.drawing, (x, y), words, size, colour, "middle")
-
-
-def _write_where_free(
-    drawing: Drawing, place: Point, words: str, size: float, colour: str, anchor: str, halo: str = CARD
-) -> None:
-    box = text_box(place, words, size, anchor, bold=True)
-    if not any(box.overlaps(other) for other in drawing.words):
-        drawing.text(place, words, size=size, colour=colour, anchor=anchor, bold=True, halo=halo)
-
-
-def _fitting(state: State) -> list[Place]:
-    return [place for place in state.mine.places if place.fits >= 1]
+        box = text_box((x, y), words, size, "middle", bold=True)
+        if not any(box.overlaps(other) for other in drawing.words):
+            rim = BROKEN if fails else CARD
+            drawing.text((x, y), words, size=size, colour=colour, anchor="middle", bold=True, halo=rim)
 
 
 def _fits_tip(state: State, place: Place) -> str:
     if place.refused:
         return f"{place.tp} GPUs: {cause_words(state, place.tp)}"
-    rate = f"{place.tokens_per_second:,.0f} tokens a second ({modelled(state.error)})"
-    return f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {rate}"
+    return (
+        f"{place.tp} GPUs: {place.fits:,.1f} requests fit, at {place.tokens_per_second:,.0f} tokens a second (modelled)"
+    )
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -172,7 +165,7 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
     room = whole.width / state.tp
     gap = min(4.0, room / 5)
     gpus = [Box(whole.x + rank * room + gap / 2, whole.y, room - gap, MEMORY) for rank in range(state.tp)]
-    weights = min(state.reserved / state.budget, 1) * MEMORY
+    weights = min(state.shares[0], 1) * MEMORY
     step = next(step for step in TPS if step * room >= text_width("GPU 00", SMALL) + 6)
     for rank, gpu in enumerate(gpus):
         drawing.rect(gpu, IDLE, stroke=MID)
@@ -193,16 +186,11 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
     return whole.bottom + NUMBERS
 
 
-def _filled(state: State) -> float:
-    """Return the part of a GPU's memory that the weights and all requests take."""
-    return (state.reserved + state.needed) / state.budget
-
-
 def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], seen: Collection[int]) -> None:
     """Draw the KV heads of one GPU side by side, as high as the requests make them; what an earlier
     GPU keeps, too, is a copy.
     """
-    low, high = (min(part, 1) * MEMORY for part in (state.reserved / state.budget, _filled(state)))
+    low, high = (min(share, 1) * MEMORY for share in state.shares)
     wide = gpu.width / len(heads)
     for index, head in enumerate(heads):
         part = Box(gpu.x + index * wide, gpu.bottom - high, wide - (index + 1 < len(heads)) * (wide > 3), high - low)
@@ -212,7 +200,7 @@ def _draw_heads(drawing: Drawing, gpu: Box, state: State, heads: Sequence[int], 
         if text_width(words, SMALL) + 2 <= part.width and part.height > SMALL:
             where = (part.x + part.width / 2, part.y + part.height / 2 + 4)
             drawing.text(where, words, size=SMALL, colour=ink_on(colour), anchor="middle")
-    over = min((_filled(state) - 1) * MEMORY, ABOVE)
+    over = min((state.shares[1] - 1) * MEMORY, ABOVE)
     if over > 0:
         beyond = Box(gpu.x, gpu.y - over, gpu.width, over)
         drawing.rect(beyond, BROKEN)
@@ -264,28 +252,32 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
     limit = box.x + across.share(ridge) * box.width
     words = f"{state.hardware.name} could do {ridge:.0f}"
     drawing.text((limit, y), words, size=SMALL, colour=GREEN, anchor="end", bold=True)
-    tracks = [Box(box.x, y + row * ROW - TRACK, box.width, TRACK) for row in range(1, len(uses) + 1)]
-    for track, use in zip(tracks, uses, strict=True):
+    track = Box(box.x, y - TRACK, box.width, TRACK)
+    for use in uses:
+        step = NEXT if use.yours else ROW
+        track = replace(track, y=track.y + step)
         drawing.rect(replace(track, width=limit - box.x), IDLE)
-        as_key = use.query_heads if use.latent else use.operations
-        parts = [("as key", as_key), ("as value", use.operations - as_key)]
-        colour = BLUE if "your" in use.name else MID
-        stacked_bar(drawing, track, [Segment(f"{part:.3g} {name}", part, colour) for name, part in parts], across.high)
-    drawing.line((limit, y + 6), (limit, tracks[-1].bottom + 4), colour=GREEN, width=2)
-    for track, use in zip(tracks, uses, strict=True):
+        parts = [Segment("", use.operations, BLUE if use.yours else MID)]
+        if use.latent:
+            both = (("as key", use.query_heads), ("as value", use.operations - use.query_heads))
+            parts = [Segment(f"{part:.3g} {name}", part, parts[0].colour) for name, part in both]
+        stacked_bar(drawing, track, parts, across.high)
+        drawing.line((limit, track.bottom - step + 4), (limit, track.bottom + 4), colour=GREEN, width=2)
         _write_use(drawing, track, use, box.x + across.share(use.operations) * box.width + 6)
-    _write_where_free(drawing, (limit - 8, tracks[0].bottom - 8), "waits for memory", SMALL, GREEN, "end", IDLE)
-    return tracks[-1].bottom
+    return legend(drawing, (box.x, track.bottom + 24), [Segment("waits for memory", 0, IDLE, outlined=True)], 200) - 19
 
 
 def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
     """Write a model's name above its track, and at `x` its operations, with the heads that make them."""
-    drawing.text((track.x, track.y - 6), use.name, size=SMALL, bold=True, colour=BLUE if "your" in use.name else INK)
+    left, y = track.x + INDENT * use.yours, track.y - 6
+    if use.yours:  # a part of the model above
+        drawing.polyline([(track.x + 3, y - 13), (track.x + 3, y - 4), (left - 4, y - 4)], QUIET, width=1.5)
+    drawing.text((left, y), use.name, size=SMALL, bold=True, colour=BLUE if use.yours else INK)
     words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
     drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
     if use.latent:
-        heads = f"latent used twice by {counted(use.query_heads, 'head')}"
+        heads = f"key: {use.latent + ROPE} numbers, value: {use.latent}"
     place, halo = (x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8), IDLE
     if place[0] + text_width(heads, SMALL) > track.right:
-        halo, place = CARD, (track.x + text_width(use.name, SMALL) * BOLD + 10, track.y - 6)
+        place, halo = (left + text_width(use.name, SMALL) * BOLD + 6, y), CARD
     drawing.text(place, heads, size=SMALL, colour=QUIET, halo=halo)

@@ -23,7 +23,6 @@ from minivllm_lab.checks.bounded import bounded
 from minivllm_simulate.hardware import Hardware, get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.layouts import UTILIZATION
-from minivllm_simulate.levers import DECODE_ERROR
 
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-32B", "Mixtral-8x7B-v0.1", "Llama-3.1-70B")
 """Models whose query heads can be split by any power of two."""
@@ -95,8 +94,10 @@ class Use:
     name: str
     query_heads: int
     kv_heads: int
-    latent: bool
+    latent: int
+    """The width of the latent, or 0 for KV heads."""
     operations: float
+    yours: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,6 @@ class State:
     """The KV heads of each GPU, by the reader's rule if there is one."""
     wrong: str
     """How the reader's rule breaks the attention of a rank, or ""."""
-    error: str
-    """The cost model's error on published measurements."""
 
     @property
     def here(self) -> Place:
@@ -135,24 +134,15 @@ class State:
     def uses(self) -> list[Use]:
         """Return what published models, the reader's among them, and the reader's own make of a byte."""
         heads, kept = self.query_heads // self.tp, max(map(len, self.ranks))
-        own = Use(
-            f"1 of your {self.tp} GPUs" if self.tp > 1 else "your GPU",
-            heads,
-            kept,
-            bool(self.latent),
-            self.here.intensity,
-        )
+        name = f"1 of your {self.tp} GPUs" if self.tp > 1 else "your GPU"
+        own = Use(name, heads, kept, self.latent, self.here.intensity, yours=True)
         return [published(MHA), published(self.model), *[own] * self.here.divisible, published(MLA)]
 
     @property
-    def budget(self) -> float:
-        """Return the bytes of each GPU that vLLM may use."""
-        return self.hardware.memory_bytes * UTILIZATION
-
-    @property
-    def needed(self) -> int:
-        """Return the bytes of keys and values on each GPU for all requests that must fit."""
-        return self.wanted * self.context * self.here.kv_bytes
+    def shares(self) -> tuple[float, float]:
+        """Return the part of each GPU's usable memory that the weights take, and that with all requests."""
+        usable, kv = self.hardware.memory_bytes * UTILIZATION, self.wanted * self.context * self.here.kv_bytes
+        return self.reserved / usable, (self.reserved + kv) / usable
 
     def cause(self, tp: int) -> str:
         """Return what is wrong on this many GPUs: "long", "heads", "weights", "few", "copies" or
@@ -217,7 +207,6 @@ def sweep(
         published=_kind(*setting, whole.num_key_value_heads, 0),
         ranks=ranks,
         wrong=wrong,
-        error=DECODE_ERROR,
     )
 
 
@@ -225,9 +214,10 @@ def sweep(
 def published(name: str) -> Use:
     """Return what a published model makes of each byte on one GPU; a latent counts as one KV head."""
     model = known_model(name)
-    latent = model.kv_lora_rank is not None
+    latent = model.kv_lora_rank or 0
     holders = 1 if latent else model.num_key_value_heads
-    return Use(name.removesuffix("-hf"), model.num_attention_heads, holders, latent, decode_intensity(model))
+    label = name.removesuffix("-hf").replace("7b", "7B")
+    return Use(label, model.num_attention_heads, holders, latent, decode_intensity(model))
 
 
 @lru_cache(maxsize=1024)

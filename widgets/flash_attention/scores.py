@@ -13,9 +13,9 @@ from minivllm_lab.pictures.drawing import QUIET, Point, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from widgets.flash_attention.challenges import compared
 from widgets.flash_attention.walk import EDGE, size
-from widgets.shell.plot import VALUE, WIDE, counted, tokens
+from widgets.shell.plot import VALUE, WIDE, counted, percent, tokens
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, stacked_bar
-from widgets.shell.theme import IDLE, MID
+from widgets.shell.theme import CARD, IDLE, MID
 
 if TYPE_CHECKING:
     from widgets.flash_attention.state import State
@@ -47,9 +47,10 @@ def _draw_stored(drawing: Drawing, x: float, wide: float, state: State) -> float
     side, full = _draw_operands(drawing, x, wide, "All scores in HBM"), state.length > state.longest
     drawing.rect(Box(x, side.y, STRIP, side.height), BLUE)
     drawing.rect(side, VERMILLION if full else ORANGE)
-    middle = side.x + side.width / 2, side.y + side.height / 2 + 4
+    drawing.line((side.x, side.y), (side.right, side.bottom), CARD, width=1.5)
     words = f"{tokens(state.length)} × {tokens(state.length)} scores"
-    drawing.text(middle, words, size=SMALL, colour="#000000", anchor="middle")
+    drawing.text((side.x + 8, side.bottom - 7), words, size=SMALL, colour="#000000")
+    drawing.text((side.right - 8, side.y + 26), "masked half, too", size=SMALL, colour="#000000", anchor="end")
     notes = f"they overfill an {state.hardware.name}" if full else "scores out and in,", "weights out and in"
     return _write_trips(drawing, side, "moved 4 times", ORANGE, *notes)
 
@@ -81,7 +82,8 @@ def _draw_tiles(drawing: Drawing, x: float, wide: float, state: State) -> float:
     drawing.rect(side, IDLE, stroke=MID, dash="4 3")
     pixels = side.width / state.length
     each = 2 ** max(0, math.ceil(math.log2(state.programs / ROWS)))
-    programs = list(flash_programs(state.length, state.block_q, state.block_k))[each - 1 :: each]
+    every = list(flash_programs(state.length, state.block_q, state.block_k))
+    programs = every[each - 1 :: each]
     pitch = side.height / len(programs)
     high = pitch - 3
     rows = [(side.y + (row + 0.5) * pitch, seen * pixels) for row, (_, seen) in enumerate(programs)]
@@ -96,8 +98,12 @@ def _draw_tiles(drawing: Drawing, x: float, wide: float, state: State) -> float:
             drawing.text((side.x + end + 6, y - 10 + 14 * line), words, size=SMALL)
     tip = f"A program keeps {state.block_q} queries and reads the keys and values up to them; all others do the same."
     drawing.rect(side, "transparent", tip=tip)
-    notes = "by each tile of queries", f"1 tile in {each} is drawn" * (each > 1)
-    return _write_trips(drawing, side, f"K, V read {counted(state.programs, 'time')}", SKY, *notes)
+    if each > 1:
+        words = f"1 in {each} is drawn"
+        drawing.text((side.right - 6, side.y + 15), words, size=SMALL, colour=QUIET, anchor="end")
+    words = f"{counted(state.programs, 'tile')} read{'s' * (state.programs == 1)} K, V"
+    read = sum(seen for _, seen in every) / state.programs / state.length
+    return _write_trips(drawing, side, words, SKY, "each up to its own query:", f"{percent(read)} on average")
 
 
 def _draw_bytes(drawing: Drawing, at: Box, state: State) -> float:
@@ -109,23 +115,25 @@ def _draw_bytes(drawing: Drawing, at: Box, state: State) -> float:
     again = Segment("", tiled, SKY, tip="K and V, read by each tile of queries; Q and the output, once")
     first = Box(at.x, at.y + TOP + 34, at.width, BAR)
     second = replace(first, y=first.bottom + 6)
-    most = max(naive, tiled)
-    _write_bytes(drawing, (at.x, first.y - 8), naive, "all scores", ORANGE, 17)
+    least, most = sorted((naive, tiled))
+    _write_bytes(drawing, (at.x, first.y - 8), size(naive, least), "all scores", ORANGE, 17)
     stacked_bar(drawing, first, [inputs, *passes], most)
     with drawing.answer():
         stacked_bar(drawing, second, [again], most)
         limit, end = (at.x + moved / most * at.width for moved in (naive, tiled))
         drawing.hatch(replace(second, x=limit, width=max(end - limit, 0)), VERMILLION)
-        drawing.line((limit, first.y - 4), (limit, second.bottom + 4), colour=INK, width=1.5, dash="4 3")
-        _write_bytes(drawing, (at.x, second.bottom + 28), tiled, f"tiles of {state.block_q}", SKY, VALUE)
-        words = compared(state.less).rsplit(maxsplit=1)[0] if state.launches else "no launch: shared memory full"
+        drawing.line((limit, first.y), (limit, second.bottom + 4), colour=INK, width=1.5, dash="4 3")
         colour = GREEN if state.launches and state.less > 1 else VERMILLION
+        _write_bytes(
+            drawing, (at.x, second.bottom + 28), size(tiled, least), f"tiles of {state.block_q}", colour, VALUE
+        )
+        words = compared(state.less).rsplit(maxsplit=1)[0] if state.launches else "no launch: shared memory full"
         drawing.text((at.x, second.bottom + 49), words, size=SMALL + 1, colour=colour, bold=True)
     return second.bottom + 54
 
 
-def _write_bytes(drawing: Drawing, place: Point, moved: int, name: str, colour: str, large: float) -> None:
+def _write_bytes(drawing: Drawing, place: Point, moved: str, name: str, colour: str, large: float) -> None:
     """Write how many bytes one way moves, and its name."""
-    drawing.text(place, size(moved), size=large, colour=colour, bold=True)
-    after = place[0] + text_width(size(moved), large) * BOLD + 8
+    drawing.text(place, moved, size=large, colour=colour, bold=True)
+    after = place[0] + text_width(moved, large) * BOLD + 8
     drawing.text((after, place[1]), name, size=SMALL, bold=True)

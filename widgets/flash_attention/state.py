@@ -106,10 +106,6 @@ class State:
         """Return the first step that the reader's code gets wrong, or None."""
         return next((step for step in self.steps if step.wrong), None)
 
-    def launched_at(self, queries: int) -> int:
-        """Return the bytes of shared memory that a tile with this many queries needs."""
-        return sum(shared_memory_bytes(queries, self.block_k, self.head_dim, self.stages).values())
-
 
 def sweep(
     length: int = 8192,

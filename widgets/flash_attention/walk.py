@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.pictures.drawing import QUIET, Point, text_width
-from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
-from widgets.shell.plot import Axes, Scale
+from minivllm_lab.pictures.drawing import QUIET, text_width
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PALE, SKY, VERMILLION
+from widgets.shell.plot import Axes, Scale, figures
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
 from widgets.shell.theme import BROKEN
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from widgets.flash_attention.row import Step
     from widgets.flash_attention.state import State
 
-EDGE, NAMES, LARGE = 14, 56, 17
-"""Pixels around the picture, and left of the rows for their names; the text size of the result."""
+EDGE, NAMES = 14, 56
+"""Pixels around the picture, and left of the rows for their names."""
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def size(count: float) -> str:
-    """Format a number of bytes."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:,.0f} {name}"
-    return f"{count:.0f} B"
+def size(count: float, like: float = 0) -> str:
+    """Format a number of bytes, in the unit of `like` if there is one."""
+    unit, name = next(pair for pair in UNITS if (like or count) >= pair[0])
+    return f"{figures(count / unit)} {name}"
 
 
 # ---- frames; frame k is tile k of the row, and frame 0 is before the first
@@ -63,13 +62,12 @@ def draw_row(drawing: Drawing, state: State) -> None:
     axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
     _draw_maximum(axes, state)
-    words = "Each key adds e^(score − m). When m rises, the old sum (dashed) shrinks (dark)."
-    y = drawing.paragraph((box.x, box.bottom + 24), words, box.width)
+    words = "Each key adds exp(score − m). When m rises, the old sum (dashed) shrinks (dark). "
+    y = drawing.paragraph((box.x, box.bottom + 24), f"{words}Of the output, one number is shown.", box.width)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
     sums = Box(box.x, y + 16, box.width, 90)
     _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.25 * most)), state)
-    with drawing.layer(at=f"{len(state.steps)} {len(state.steps)}"):
-        drawing.height = _draw_result(drawing, (box.right, sums.bottom + 67), state) + 16
+    drawing.height = sums.bottom + 73
 
 
 def _draw_name(axes: Axes, y: float, name: str, colour: str) -> None:
@@ -90,9 +88,7 @@ def _draw_bars(axes: Axes, state: State) -> None:
             x += (middle - x - wide / 2) * 0.1  # closer to their tile's middle
             bar = Box(x + 1, min(top, zero), wide - 2, max(abs(zero - top), 1))
             axes.drawing.rect(bar, PALE, tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}")
-            axes.drawing.rect(bar, ORANGE, at=f"{frame} {frame}")
-            if frame < last:
-                axes.drawing.rect(bar, SKY, at=f"{frame + 1} {last}")
+            axes.drawing.rect(bar, SKY, at=f"{frame} {last}")
             axes.drawing.rect(bar, "transparent", tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}")
 
 
@@ -133,7 +129,7 @@ def _draw_sums(axes: Axes, state: State) -> None:
                 drawing.rect(Box(left, box.y, right - left, box.height + 22), BROKEN)
             tops = [axes.at(0, value)[1] for value in (before, step.factor * before, step.got.l)]
             if all(map(math.isfinite, tops)):
-                _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile, last)
+                _draw_sum(drawing, Box(left, bottom, right - left, 0), tops, step, tile)
             if tile == steepest and step.factor < 0.995 and not step.wrong:
                 words = f"old sum × {step.factor:.2f}"
                 room = text_width(words, SMALL) * BOLD / 2
@@ -141,35 +137,30 @@ def _draw_sums(axes: Axes, state: State) -> None:
                 drawing.text((middle, tops[0] - 6), words, size=SMALL, colour=VERMILLION, anchor="middle", bold=True)
             every = math.ceil(26 / (right - left))  # numbers for as many columns as have room, and the last
             if (len(state.steps) - 1 - tile) % every == 0:
-                _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step, tile + 1 == last)
+                _draw_column(drawing, (left + right) / 2, bottom + 17, every * (right - left), step, state)
         before = step.got.l
 
 
-def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile: int, last: int) -> None:
+def _draw_sum(drawing: Drawing, at: Box, tops: Sequence[float], step: Step, tile: int) -> None:
     """Draw the old part, the tile's own part on it, and a dashed outline of the old part as it was."""
     old, shrunk, new = tops
     x, wide = at.x + at.width / 4, at.width / 2
     tip = f"sum after tile {tile + 1}: {step.got.l:.3f}"
     drawing.rect(Box(x, shrunk, wide, at.y - shrunk), BLUE, tip=f"{tip}; the old part × {step.factor:.3f}")
-    own = Box(x, new, wide, shrunk - new)
-    drawing.rect(own, ORANGE, tip=f"{tip}; the tile's own part")
-    if tile + 1 < last:
-        drawing.rect(own, SKY, tip=f"{tip}; the tile's own part", at=f"{tile + 2} {last}")
+    drawing.rect(Box(x, new, wide, shrunk - new), SKY, tip=f"{tip}; the tile's own part")
     if step.factor < 0.995 and tile:
         drawing.rect(Box(x, old, wide, at.y - old), "none", stroke=INK, dash="3 2")
 
 
-def _draw_result(drawing: Drawing, place: Point, state: State) -> float:
-    """Compare the last output with attention over the whole row at once; return the y of its baseline."""
-    last = state.steps[-1]
-    colour, sign = (VERMILLION, " ✕") if last.wrong else (GREEN, " ✓" * state.own)
-    words = f"the whole row at once: {_short(last.right.output[0], 60, '+')}{sign}"
-    drawing.text(place, words, size=LARGE, colour=colour, anchor="end")
-    return place[1]
-
-
-def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step, last: bool) -> None:
-    """Write the sum and the output after a tile, and what is wrong with them."""
+def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: Step, state: State) -> None:
+    """Write the sum and the output after a tile, and what is wrong with them; after the last, also
+    write what attention over the whole row at once gives.
+    """
+    last = step is state.steps[-1]
+    if last:
+        drawing.text((middle - 26, y + 40), "the whole row at once", size=SMALL, colour=QUIET, anchor="end")
+        words = _short(step.right.output[0], 60, "+") + " ✓" * (state.own and not step.wrong)
+        drawing.text((middle, y + 40), words, size=SMALL, colour=QUIET, anchor="middle")
     for value, name, down, colour, sign in (
         (step.got.l, "l", 0, BLUE, ""),
         (step.got.output[0], "O", 20, GREEN if last else INK, "+"),

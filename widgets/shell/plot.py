@@ -439,8 +439,8 @@ class Axes:
         across = self.box.x <= box.x and box.right <= self.box.right
         return across and self.box.y <= box.y and box.bottom <= self.box.bottom
 
-    def here(self, value: float, knob: str, words: str = "") -> None:
-        """Draw the handle at `value`. Dragging it in the plot sets `knob`, an argument of the
+    def here(self, value: float, knob: str, words: str = "", *, line: bool = True) -> None:
+        """Draw the handle at `value`, by default on a line. Dragging it in the plot sets `knob`, an argument of the
         widget's sweep.
 
         Call it after drawing the curves; an axis has one handle.
@@ -449,9 +449,10 @@ class Axes:
         with self.drawing.layer(drag=knob, **scale):
             self.drawing.rect(self.box, "transparent")
         x = min(max(self.at(value, self.y.low)[0], self.box.x), self.box.right)
-        self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)
+        if line:
+            self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)
+            self._note([(x, self.box.y), (x, self.box.bottom)])
         self.drawing.circle((x, self.box.bottom), 7, INK)
-        self._note([(x, self.box.y), (x, self.box.bottom)])
         sides = [(x + 8, "start"), (x - 8, "end")]
         places = [
             Lines([words], at, top, anchor)

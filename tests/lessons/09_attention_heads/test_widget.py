@@ -196,7 +196,7 @@ def test_a_byte_serves_the_query_heads_that_share_it_and_twice_as_many_in_a_late
     """DeepSeek-V3 has 512 numbers of latent, key and value, and 64 that are only keys."""
     uses = {use.name: (use.query_heads, use.kv_heads, use.operations) for use in here().uses}
     assert uses == {
-        "Llama-2-7b": (32, 32, 1),
+        "Llama-2-7B": (32, 32, 1),
         "Llama-3.1-70B": (64, 8, 8),
         "1 of your 16 GPUs": (4, 1, 4),
         "DeepSeek-V3": (128, 1, pytest.approx(128 + 128 * 512 / 576)),
