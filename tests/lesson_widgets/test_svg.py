@@ -123,7 +123,7 @@ def test_ticks_of_common_ranges():
 def test_a_curve_that_leaves_its_axes_is_clipped_and_its_points_carry_tips():
     drawing, axes = plot(Box(20, 10, 100, 50), Scale(0, 1), Scale(0, 1))
     axes.line([0, 1], [0, 9], "#111111")
-    axes.points([1], [1], "#222222", tips=["ten"])
+    axes.line([1], [1], "#222222", tips=["ten"])
     root = rendered(drawing)
     assert root.find(f"{SVG}svg/{SVG}polyline") is not None, "an inner drawing, which ends at the axes"
     dot = root.find(f"{SVG}circle")
@@ -304,15 +304,6 @@ def test_a_label_stands_beside_its_point_and_inside_the_plot(point):
     assert label.x >= 40
     assert label.right <= 340
     assert math.hypot(label.x + label.width / 2 - point[0], label.y + 6 - point[1]) < 70
-
-
-def test_a_queue_that_grows_is_drawn_to_the_top():
-    drawing, axes = plot(Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
-    axes.without_end(5, 80)
-    line = rendered(drawing).find(f"{SVG}polyline")
-    assert line is not None
-    assert line.get("points") == "190,100 190,20"
-    assert "without end" in line.get("data-tip", "")
 
 
 def test_words_have_a_rim_in_the_colour_of_their_ground():

@@ -12,7 +12,7 @@ from widgets.chunked_prefill.runs import CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps, two_digits
 from widgets.shell.plot import MARGIN, Axes, Scale, figures, percent, seconds, tokens
-from widgets.shell.svg import SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, text_box, text_width
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
@@ -34,8 +34,9 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     )
     with drawing.layer(tip=f"{state.error} against published runs" if state.error else ""):
         y = draw_steps(drawing, state, note) + 42
-    waited = two_digits(state.waited(state.budget)) if state.budget in state.points else "–"
-    drawing.number((MARGIN, y), waited, GAPS[state.judged], BLUE)
+    waited = state.waited(state.budget) if state.budget in state.points else 0.0
+    colour = VERMILLION if waited > state.gap else BLUE
+    drawing.number((MARGIN, y), two_digits(waited) if waited else "–", GAPS[state.judged], colour)
     box = Box(60, y + 30, width - 60 - MARGIN, 150)
     _draw_waits(Axes(drawing, box, BUDGET, _scale(state)), state, pinned)
     drawing.height = box.bottom + 42
@@ -55,7 +56,7 @@ def _scale(state: State) -> Scale:
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     name = "token budget per step (max_num_batched_tokens)"
-    ticks = [tick for tick in TICKS if abs(axes.at(tick, 1)[0] - axes.at(state.budget, 1)[0]) > 45]
+    ticks = [tick for tick in TICKS if abs(axes.at(tick, 1)[0] - axes.at(state.budget, 1)[0]) > 32]
     axes.frame(name, "", x_ticks=ticks, x_format=tokens, y_format=seconds)
     here = min(axes.at(state.budget, 1)[0], axes.box.right - 14), axes.box.bottom + 18
     axes.drawing.text(here, f"{state.budget:,}", size=SMALL, anchor="middle", bold=True)
@@ -93,40 +94,46 @@ def _draw_broken(axes: Axes, state: State) -> None:
     """Shade where the engine does not start, where long prompts wait too long, and where tokens
     come too late; mark where both limits are met.
     """
+    for span in state.stopped:
+        axes.broken(*span, _refused_words(state, span))
+    for span in state.late:
+        edge = span[1] or math.inf
+        axes.shade(*span, words := "queue grows" if state.queue_at(edge) else "first token late")
+        _draw_strip(axes, *span, words, VERMILLION)
+        inside = [budget for budget in state.run if budget < edge]
+        if span[1] and inside and "chunks" in state.causes(inside[-1]):
+            steps = math.ceil(state.serving.prompt / edge)
+            words = f"{tokens(state.serving.longest)} prompt:\n{steps:,} steps"
+            axes.label(axes.at(edge, state.gap), words, ORANGE, bold=False)
     with axes.drawing.answer():
         for span in state.stalled:
-            axes.broken(*span, f"stalls over {seconds(state.gap)}")
-    for span in state.stopped:
-        axes.broken(*span, late_words(state, span))
-    for span in state.late:
-        words = late_words(state, span)
-        axes.shade(*span, words)
-        left, right = (axes.at(edge or end, 1)[0] for edge, end in zip(span, (axes.x.low, axes.x.high), strict=True))
-        words = "queue grows" if state.queue_at(span[1]) else "late"
-        place = (left + right) / 2, axes.box.y - 7
-        axes.drawing.text(place, words, size=SMALL, colour=VERMILLION, bold=True, anchor="middle")
-        axes.drawing.line((left, axes.box.y), (right, axes.box.y), VERMILLION, width=4)
-        if state.queue_at(span[1]):
-            axes.without_end(span[1] or 0, state.ttft)
-    with axes.drawing.answer():
+            axes.shade(*span, words := f"stalls over {seconds(state.gap)}")
+            _draw_strip(axes, *span, words, VERMILLION)
         for low, high in state.good if state.complete else ():
-            axes.drawing.line(axes.at(low, axes.y.low), axes.at(high, axes.y.low), colour=GREEN, width=5)
+            _draw_strip(axes, low, high, "", GREEN)
             axes.explain(low, high, f"limits met: {low:,.0f} to {high:,.0f}", GREEN)
 
 
-def late_words(state: State, span: Span) -> str:
-    """Explain why long prompts wait in a region, by the cause at its edge, or at the handle if the
-    region has no edge.
-    """
-    inside = [budget for budget in (*state.run, *state.refusals) if (span[0] or 0) <= budget < (span[1] or math.inf)]
-    if not inside:
-        return ""
-    nearest = max(inside) if span[1] is not None else min(inside) if span[0] is not None else state.budget
-    if nearest in state.refusals:
-        whole = state.serving.policy != "mixed" and nearest < state.serving.longest
-        why = f"{tokens(state.serving.longest)} tokens are never cut" if whole else state.refusals[nearest]
-        return f"does not start: {why}"
-    return cause_words(state, next(iter(state.causes(nearest)), ""), nearest) if nearest in state.points else ""
+def _draw_strip(axes: Axes, low: float | None, high: float | None, words: str, colour: str) -> None:
+    """Draw a strip above a range of budgets, with words above it or, where others stand there, beside them."""
+    left, right = (axes.at(edge or end, axes.y.high)[0] for edge, end in ((low, axes.x.low), (high, axes.x.high)))
+    axes.drawing.line((left, axes.box.y), (right, axes.box.y), colour, width=5)
+    room = BOLD * text_width(words, SMALL)
+    for x in (*[left] * (left + room < right), right - room, right - 2 * room - 10, 8.0):
+        place = x, axes.box.y - 7
+        area = text_box(place, words, SMALL, bold=True)
+        if x > 4 and not any(area.overlaps(other) for other in axes.drawing.words):
+            axes.drawing.text(place, words, size=SMALL, colour=colour, bold=True)
+            return
+
+
+def _refused_words(state: State, span: Span) -> str:
+    """Explain why the engine does not start with the budgets of a region."""
+    refused = [budget for budget in state.refusals if (span[0] or 0) <= budget < (span[1] or math.inf)]
+    nearest = max(refused) if span[1] is not None else min(refused)
+    whole = state.serving.policy != "mixed" and nearest < state.serving.longest
+    why = f"{tokens(state.serving.longest)} tokens are never cut" if whole else state.refusals[nearest]
+    return f"does not start: {why}"
 
 
 def cause_words(state: State, cause: str, budget: int) -> str:

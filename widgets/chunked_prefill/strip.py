@@ -70,7 +70,7 @@ def parts_of(step: Step, state: State) -> tuple[float, float, float]:
 
 
 def _draw_bars(axes: Axes, bars: Sequence[tuple[Step, Sequence[float]]]) -> None:
-    """Draw the bars of one frame: one shape for each colour, and a tip for each bar."""
+    """Draw the bars of one frame: one shape for each colour."""
     shapes = dict.fromkeys(COLOURS, "")
     for step, parts in bars:
         (x, y), (end, _) = axes.at(step.start, 0), axes.at(step.end, 0)
@@ -83,14 +83,6 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[Step, Sequence[float]]]) -> None
     for colour, shape in shapes.items():
         if shape:
             axes.drawing.add(f'<path d="{shape}" fill="{colour}"/>')
-    for step, _ in bars:
-        x, end = (axes.at(time, 0)[0] for time in (step.start, step.end))
-        axes.drawing.rect(Box(x, axes.box.y, end - x, axes.box.height), "transparent", tip=_tip(step))
-
-
-def _tip(step: Step) -> str:
-    made = f"{step.long:,} tokens of long prompts, {step.chat:,} of chats, {counted(step.decodes, 'decode')}"
-    return f"A step of {seconds(step.end - step.start)}: {made}"
 
 
 def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
-from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, State, share, title
+from widgets.continuous_batching.curves import LOADS, SERVICE, Curve, State, share
 from widgets.continuous_batching.runs import REQUESTS, Stay
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, seconds
 from widgets.shell.strip import NAMES, draw_title, frame_ends, pixels
@@ -39,7 +39,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
     )
     left, high = (MARGIN + NAMES, HEIGHT - 74 - y) if width >= WIDE else (60, PLOT)
-    axes = Axes(drawing, Box(left, y + 30, width - MARGIN - left, high), LOAD, TTFT)
+    axes = Axes(drawing, Box(left, y + (30 if width >= WIDE else 45), width - MARGIN - left, high), LOAD, TTFT)
     _draw_ttft(axes, state, pinned)
     drawing.height = axes.box.bottom + 44
     return drawing.render()
@@ -82,7 +82,7 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
         drawing.rect(Box(x, box.y, right - x, base - box.y), CARD, at=f"{frame} {frame}")
-    return base + (25 if wide else 40)
+    return base + (25 + 10 * (curve is state.curves[0]) if wide else 40)
 
 
 def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> None:
@@ -94,13 +94,13 @@ def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> Non
         words = seconds(float(f"{point.ttft(SERVICE):.2g}"))
         colour = VERMILLION if curve.broken(state.load) else GREEN
         with drawing.layer(answer="1" if curve.name == "static" else ""):
-            place, anchor = ((MARGIN, y + 37), "start") if wide else ((drawing.width - MARGIN, y + 12), "end")
+            right = drawing.width - MARGIN
+            place, anchor = ((MARGIN, y + 37), "start") if wide else ((right, y + 14), "end")
             drawing.text(place, words, size=22, bold=True, colour=colour, anchor=anchor)
-            beside = drawing.width - MARGIN - 8 - BOLD * text_width(words, 22)
-            place = (MARGIN, y + 53) if wide else (beside, y + 12)
-            drawing.text(place, "to first token", size=SMALL, colour=QUIET, anchor=anchor)
-            place = (MARGIN, y + 68) if wide else (drawing.width - MARGIN, y + 30)
-            drawing.text(place, f"for {share(SERVICE)} of {REQUESTS}", size=SMALL, colour=QUIET, anchor=anchor)
+            beside = right - 8 - BOLD * text_width(words, 22)
+            for row, line in enumerate(("to first token", f"for {share(SERVICE)} of {REQUESTS}")):
+                place = (MARGIN, y + 53 + 15 * row) if wide else (beside, y + 2 + 14 * row)
+                drawing.text(place, line, size=SMALL, colour=QUIET, anchor=anchor)
 
 
 def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: Scale) -> float:
@@ -115,7 +115,12 @@ def _draw_queue(drawing: Drawing, box: Box, curve: Curve, state: State, across: 
         corners += [(x, height) for x in pixels(box, across, moment.start, moment.end)]
     drawing.polygon([*corners, (corners[-1][0], base)], MID)
     drawing.line((box.x, base), (box.right, base))
-    drawing.text((MARGIN, base + 14 * (drawing.width < WIDE)), f"{peak or 'none'} wait here", size=SMALL)
+    place, anchor = (box.x, base + 14), "start"
+    if peak:
+        x, _ = pixels(box, across, next(each.start for each in moments if each.waiting == peak), 0)
+        drawing.circle((x, base - peak / most * box.height), 3, INK)
+        place, anchor = (x - 6, base - 6), "end" if x > box.x + 60 else "start"
+    drawing.text(place, f"{peak or 'none'} wait", size=SMALL, anchor=anchor)
     if curve is state.curves[-1]:
         drawing.text((box.right, base + 14), f"time, {seconds(state.window)} →", size=SMALL, colour=QUIET, anchor="end")
     return base
@@ -158,41 +163,14 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         with axes.drawing.layer(answer="1" if curve.name == "static" else ""):
             axes.points([state.load], [curve.points[state.load].ttft(SERVICE)], COLOURS[curve.name])
     hidden_note(axes.drawing, axes.box)
-    with axes.drawing.answer():
-        _draw_tips(axes, state)
 
 
 def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Tint where only one policy's queue grows, hatch where every policy's does, and write both loads above."""
-    walls = sorted((curve.ceiling, curve.name) for curve in curves if curve.ceiling)
-    if len(walls) == 2 and walls[1][0] - walls[0][0] < 0.03:
-        walls = [(walls[0][0], "both")]
-    y, end = axes.box.y - 8, axes.box.right
-    axes.drawing.text((MARGIN, y), "queue grows from" * bool(walls), size=SMALL)
-    for load, policy in reversed(walls):
-        words = f"{load:.2g}: {policy}"
-        if load == walls[-1][0]:
-            axes.shade(load, None, words)
-        else:
-            axes.tint(load, walls[-1][0], "", COLOURS[policy])
-        x = min(max(axes.at(load, 1)[0], MARGIN + 124), end - BOLD * text_width(words, SMALL))
-        axes.drawing.text((x, y), words, size=SMALL, bold=True, colour=COLOURS.get(policy, VERMILLION))
-        end = x - 10
-
-
-def _draw_tips(axes: Axes, state: State) -> None:
-    """Add a tooltip everywhere in the plot, with the results at the nearest load."""
-    loads = sorted(set(state.curves[0].points) & set(state.curves[1].points))
-
-    def tip(load: float) -> str:
-        return f"Load {load:g}. " + " ".join(
-            f"{title(curve).capitalize()}: {_served(curve, load)}." for curve in state.curves
-        )
-
-    axes.tips(loads, tip)
-
-
-def _served(curve: Curve, load: float) -> str:
-    point = curve.points[load]
-    within = f"95 % within {seconds(point.ttft(SERVICE))}, {share(point.goodput(curve.limit))} in time"
-    return f"{within}, {point.queue} of {REQUESTS} waiting at the end"
+    """Shade each policy's loads from which its queue grows, and write them above."""
+    end, y = axes.box.right, axes.box.y - 8
+    for load, policy in sorted(((curve.ceiling, curve.name) for curve in curves if curve.ceiling), reverse=True):
+        words = f"{policy}: queue grows from {load:.2g}" if policy == "static" else f"{policy}: from {load:.2g}"
+        axes.shade(load, None, words)
+        x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
+        axes.drawing.text((x, y), words, size=SMALL, bold=True, colour=COLOURS[policy])
+        end, y = (x - 10, y) if axes.drawing.width >= WIDE else (end, y - 15)

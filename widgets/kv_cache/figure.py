@@ -11,12 +11,12 @@ from minivllm_lab.pictures.drawing import text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.kv_cache.state import CONTEXTS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 POOL, LEAST_SLOT, APART = 128, 6, 7
 """Pixels of height of the KV cache's slots, and of a slot, and between the last slot and what is left over."""
-LEFT_OVER = "left over: too short for a request"
+LEFT_OVER, UNUSED = "left over: too short for a request", "reserved, never used"
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -102,6 +102,14 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> None:
             tip = f"Request {index + 1} holds {length:,} of its {state.max_model_len:,} tokens"
             drawing.rect(part, "transparent", tip=tip)
             drawing.rect(replace(part, width=length / state.max_model_len * part.width), HELD, tip=tip)
+    if columns == 1 and state.lengths:
+        row = state.lengths.index(min(state.lengths))
+        baseline = slot.right - 8, slot.y + row * high + slot.height / 2 + 4
+        place, around = text_box(baseline, UNUSED, SMALL, "end"), state.lengths[max(0, row - 1) : row + 2]
+        if slot.x + max(around) / state.max_model_len * slot.width < place.x:
+            with drawing.answer():
+                drawing.rect(place, RESERVED)
+                drawing.text(baseline, UNUSED, size=SMALL, anchor="end")
     if drawn == state.slots and rest:
         part = replace(slot, y=slot.y + rows * high + APART, width=rest / state.max_model_len * slot.width)
         drawing.rect(part, CARD, stroke=MID, dash="3 3", tip=f"{rest:,} tokens, which no request can use")
@@ -133,7 +141,9 @@ def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
 def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -> None:
     """Draw how many requests fit by reserved length, and the lengths at which vLLM refuses to start."""
     own = [state.tokens / mean if mean else 1.0 for mean in state.mean_lengths]
-    counts = Scale.around(1, 2 * max([100.0, *own, *state.concurrency]))
+    levels = zip(state.contexts, own, strict=True)  # shorter limits refuse the long requests
+    flat = sum(limit < state.max_model_len and count > 1.04 * own[-1] for limit, count in levels)
+    counts = Scale.around(1, 2 * max([100.0, *own[flat:], *state.concurrency]))
     axes = Axes(drawing, box, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), counts)
     axes.frame(
         "max_model_len: tokens that each request reserves",
@@ -153,7 +163,7 @@ def _draw_plot(drawing: Drawing, state: State, pinned: State | None, box: Box) -
         axes.name(state.contexts, true, "the engine's count", ORANGE)
     with drawing.answer():
         if fit := state.at_own_length:
-            axes.line(state.contexts, own, GREEN, width=2, dash="2 4")
+            axes.line(state.contexts[flat:], own[flat:], GREEN, width=2, dash="2 4")
             if state.starts:
                 _draw_times(axes, state, fit)
             _draw_point(axes, state.max_model_len, fit, f"{round(fit):,} by own length", GREEN)

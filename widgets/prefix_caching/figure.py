@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
 from minivllm_lab.pictures.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
-from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP, RAMP_WORDS
+from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP
 
 GUTTER = 40
 ROW, STRIP = 18, 156
@@ -26,19 +24,10 @@ plays.
 """
 
 
-def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
-    """Return the edges of the cells: halfway between neighbouring values, and beyond the outer
-    ones.
-    """
-    return [math.sqrt(low * high) for low, high in pairwise([below, *values, above])]
-
-
-COLUMNS = _edges(POOLS, 1536, 32768)
-ROWS = _edges(USERS, 1.5, 24)
-ACROSS = Scale(COLUMNS[0], COLUMNS[-1], log=True)
-UP = Scale(ROWS[0], ROWS[-1], log=True)
-MIDDLES = {pool: math.sqrt(low * high) for pool, (low, high) in zip(POOLS, pairwise(COLUMNS), strict=True)}
-"""Where the columns' middles are on the axis."""
+ACROSS = Scale(POOLS[0] / 2**0.25, POOLS[0] * 2 ** (len(POOLS) / 2 - 0.25), log=True)
+UP = Scale(0, len(USERS))
+MIDDLES = {pool: POOLS[0] * 2 ** (index / 2) for index, pool in enumerate(POOLS)}
+"""Where the columns' middles are on the axis: a step is about half an octave."""
 TICKS = {middle: tokens(pool) for pool, middle in MIDDLES.items()}
 
 
@@ -65,36 +54,28 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) -> float:
     """Draw the map with its title and axes; return the y below."""
     late = f"p95 time to first token above {state.target * 1e3:g} ms"
-    keys = [Segment(late, 0, BROKEN, hatched=True)]
-    y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 24
+    y, row = drawing.heading((MARGIN, top), "Hit rate, %"), ROW if drawing.width >= WIDE else 24
     plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, row * len(USERS))
     axes = Axes(drawing, plane, ACROSS, UP)
     axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
     drawing.rect(plane, CARD, stroke=RULE)
     axes.frame("KV cache, tokens", "", x_ticks=[*TICKS], x_format=TICKS.__getitem__, y_ticks=())
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
-    hidden = {place: box for place, box in boxes.items() if _is_hidden(state, *place)}
-    seen = {place: box for place, box in boxes.items() if place not in hidden}
-    here = boxes[state.users, state.pool]
-    free = min((box.x for (users, _), box in seen.items() if users == USERS[-1]), default=plane.right)
-    hidden_note(drawing, Box(plane.x, plane.y, free - plane.x, 2 * row))
-    for place, box in seen.items():
-        _draw_cell(drawing, state, place, box)
-    with drawing.answer():
-        for place, box in hidden.items():
+    for place, box in boxes.items():
+        with drawing.layer(answer="1" if _is_hidden(state, *place) else ""):
             _draw_cell(drawing, state, place, box)
-    middle = here.x + here.width / 2
-    drawing.line((middle, here.bottom), (middle, plane.bottom), INK, width=2)
     if pinned:
         with drawing.layer(group="pinned"):
             for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
                 drawing.line(start, end, PINNED, width=2, dash="5 4")
     with drawing.layer(broken=late), drawing.answer():
+        _draw_late(drawing, state, boxes)
         for start, end in _borders(state, boxes):
             drawing.line(start, end, VERMILLION, width=2.5)
+    here = boxes[state.users, state.pool]
     corners = [(here.x, here.y), (here.right, here.y), (here.right, here.bottom), (here.x, here.bottom)]
     drawing.polyline([*corners, corners[0], corners[1]], INK, width=2.5)
-    drawing.circle((middle, plane.bottom), 7, INK)
+    drawing.circle((here.x + here.width / 2, plane.bottom + 2), 6, INK)
     for users in USERS:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - row / 2 + 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
@@ -110,30 +91,32 @@ def _is_hidden(state: State, users: int, pool: int) -> bool:
 
 
 def _cell_box(axes: Axes, users: int, pool: int) -> Box:
-    row, column = USERS.index(users), POOLS.index(pool)
-    left, bottom = axes.at(COLUMNS[column], ROWS[row])
-    right, top = axes.at(COLUMNS[column + 1], ROWS[row + 1])
-    return Box(left, top, right - left, bottom - top)
-
-
-def _step(cell: Reuse) -> int:
-    return min(int(cell.hit_rate * len(RAMP)), len(RAMP) - 1)
-
-
-def _fill(state: State, cell: Reuse) -> str:
-    return BROKEN if _step(cell) == 0 and state.missed(cell) else RAMP[_step(cell)]
+    wide, high = axes.box.width / len(POOLS), axes.box.height / len(USERS)
+    return Box(axes.box.x + POOLS.index(pool) * wide, axes.box.bottom - (USERS.index(users) + 1) * high, wide, high)
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
-    """Draw a cell, with its hit rate in percent if it is in the reader's row, and a cross if hits are wrong."""
-    cell = state.cells[place]
-    drawing.rect(box, _fill(state, cell), stroke=CARD, tip=_of_cell(state, *place, cell))
-    if state.missed(cell):
+    """Draw a cell with its hit rate in percent, quieter outside the reader's row, and a cross if hits are wrong."""
+    cell, mine = state.cells[place], place[0] == state.users
+    missed = state.missed(cell)
+    fill = BROKEN if missed else RAMP[1]
+    drawing.rect(box, fill, stroke=CARD, tip=_of_cell(state, *place, cell))
+    if missed:
         drawing.hatch(box, MISSED, gap=12)
-    words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %") * (place[0] == state.users)
-    if words:
-        at, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), RAMP_WORDS[_step(cell)]
-        drawing.text(at, words, size=SMALL, colour=colour, anchor="middle", bold=True, halo=_fill(state, cell))
+    words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %") * (mine or not missed)
+    at, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), INK if mine else QUIET
+    drawing.text(at, words, size=SMALL, colour=colour, anchor="middle", bold=mine, halo=fill)
+
+
+def _draw_late(drawing: Drawing, state: State, boxes: dict[tuple[int, int], Box]) -> None:
+    """Say that the hatched cells are too slow, in the highest row with two of them and no numbers."""
+    for users in USERS[::-1]:
+        row = [(users, pool) for pool in POOLS if (users, pool) in boxes]
+        late = [boxes[place] for place in row if state.missed(state.cells[place])]
+        if users != state.users and late[1:]:
+            place = late[0].x + 8, late[0].y + late[0].height / 2 + 4
+            drawing.text(place, "too slow", size=SMALL, bold=True, colour=VERMILLION, halo=BROKEN)
+            return
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -235,13 +218,6 @@ class _Strip:
         evicts = f"; {counted(lost, 'block')} of {' and '.join(owners)} evicted" if lost else ""
         return f"{subject}: {hits:,} of {prompts:,} tokens hit{evicts}."
 
-    def _of_request(self, index: int) -> str:
-        user, turn = divmod(index, self.state.load.turns)
-        hits, again, new, wrong = self._parts(index)
-        words = f"User {user + 1}, turn {turn + 1}: {hits:,} of {hits + again + new:,} tokens hit"
-        words += f", {wrong:,} of them another text's" if wrong else ""
-        return f"{words}; {f'{again:,} evicted and recomputed, ' if again else ''}{new:,} new."
-
     def _parts(self, index: int) -> tuple[int, int, int, int]:
         """Return a request's prompt tokens that hit, are recomputed and are new, and those of the
         hits that are wrong.
@@ -298,34 +274,47 @@ class _Strip:
         for column in range(first, end):
             for index in self.admissions[column].requests:
                 user = index // self.state.load.turns
-                with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}", tip=self._of_request(index)):
-                    _draw_mark(self.drawing, self._kind(index), self._middle(column, user), min(6, self.high / 2 - 1))
+                with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}"):
+                    _draw_mark(self.drawing, self._kind(index), self._start(column, user), min(6, self.high / 2 - 1))
 
-    def _middle(self, column: float, user: int) -> tuple[float, float]:
-        row = self.rows.index(user)
-        return self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high
+    def _start(self, column: int, user: int) -> tuple[float, float]:
+        """Return where a user's row is when a request is admitted."""
+        return self.box.x + column * self.wide, self.box.y + (self.rows.index(user) + 0.5) * self.high
 
     def _draw_evictions(self) -> None:
         """Mark each context that is evicted before its user returns, up to their return, and say how
         long before.
         """
         evicted: dict[int, int] = {}
-        spans: list[tuple[int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         for column, admission in enumerate(self.admissions):
             for user in (index // self.state.load.turns for index in admission.requests if self._parts(index)[1]):
                 if user in evicted and not self.held[user][column - 1]:
-                    (x, y), end = self._middle(evicted[user] - 0.5, user), self._middle(column, user)
+                    (x, y), end = self._start(evicted[user], user), self._start(column, user)
                     at = f"{column} {self.last}"
                     self.drawing.polyline([(x, y - 4), (x, y + 4), (x, y), end], VERMILLION, dash="1 3", at=at)
-                    spans.append((evicted[user], column))
+                    spans.append((evicted[user], column, user))
             evicted |= {user: column for user, _ in admission.lost}
         if spans:
-            early, (left, first) = sorted(end - start for start, end in spans), spans[0]
+            early, (left, first, gone) = sorted(end - start for start, end, _ in spans), spans[0]
             said = f"evicted {counted(early[0], 'request')}{' or more' * (early[0] < early[-1])} too early"
             said = "always " * (self.state.hit_rate == 0) + said
             room, at = BOLD * text_width(said, HEADING), f"{first} {self.last}"
             place = (min(self.box.x + left * self.wide, self.box.right - room), self.box.y - 9)
             self.drawing.text(place, said, size=HEADING, bold=True, colour=VERMILLION, at=at)
+            self._draw_culprit(left, gone)
+
+    def _draw_culprit(self, column: int, gone: int) -> None:
+        """Draw a line from a context that goes out to the new user for whom it goes, where there is room for words."""
+        user, turn = divmod(self.admissions[column].requests[-1], self.state.load.turns)
+        (x, y), (_, end) = self._start(column, gone), self._start(column, user)
+        lines = f"{user + 1} comes in", f"{gone + 1} goes out"
+        if turn or x - 5 - text_width(lines[0], SMALL) < self.box.x:
+            return
+        self.drawing.line((x, y), (x, end), INK, width=1.5)
+        for row, words in enumerate(lines):
+            place = x - 5, min(end + 4, self.box.bottom - 20) + 15 * row
+            self.drawing.text(place, words, size=SMALL, anchor="end", halo=True)
 
 
 def _draw_mark(drawing: Drawing, kind: str, middle: tuple[float, float], radius: float = 4.5) -> None:

@@ -13,14 +13,14 @@ from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
 from widgets.serving.state import Served, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
-from widgets.shell.svg import BODY, BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
-from widgets.shell.theme import BROKEN, CARD, MID, RESERVED, TINT
+from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
+from widgets.shell.theme import CARD, MID, RESERVED, TINT
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
-TICKS = (0.5, 1, 5, 10, 50, 100, 500)
-SIDE, TICK, VALUES, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 104, 26, 44, 364, 72
-"""The widths beside the plots: of the GPUs, of the scale, of the values, of a GPU at most; the heights of a GPU, of all
-rows on a wide page, and of a plot on a narrow one.
+TICKS = (1, 10, 100, 500)
+SIDE, TICK, VALUES, COLUMN, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 206, 60, 26, 44, 364, 72
+"""The widths beside the plots: of the GPUs, of the scale, of the values, of a column of them, of a GPU at most; the
+heights of a GPU, of all rows on a wide page, and of a plot on a narrow one.
 """
 PARTS = (
     Segment("kernel launches", 0, MID, "launches and sampling, the same on any number of GPUs"),
@@ -44,19 +44,17 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    above, y = (24, y + 12) if wide else (80, y + 22)
-    now = f"at {state.rate:g}/s"
-    for row, words in enumerate(("time per token", now) if wide else (f"time per token {now}",)):
-        drawing.text((width - MARGIN, y + 19 * wide + 15 * row), words, size=SMALL, colour=QUIET, anchor="end")
+    above, y = (20, y + 22) if wide else (82, y + 22)
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
     left = MARGIN + SIDE * wide + TICK
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
     rows = [
-        (served, Axes(drawing, replace(plot, y=plot.y + index * (high + above)), RATE, _scale(state)))
+        (served, Axes(drawing, replace(plot, y=plot.y + index * (high + above)), RATE, Scale(0, 2 * served.tpot)))
         for index, served in enumerate(state.others)
     ]
     top = next(axes.box.y for served, axes in rows if served.layout == state.layout) - above + 7
     drawing.rect(Box(6, top, width - 12, high + above - 3), TINT, radius=6)
+    _draw_heads(rows[0][1])
     for served, axes in rows:
         chosen = served.layout == state.layout
         with drawing.layer(answer="" if chosen else "1"):
@@ -70,24 +68,19 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         if pinned and pinned.served.points and served.layout == state.layout:
             rates = drawn_rates(pinned.served)
             axes.pinned(rates, [tpot_at(pinned.served, rate) or 0.0 for rate in rates], pinned.rate)
-        with drawing.layer(answer="" if served.layout == state.layout else "1"):
-            axes.tips(served.rates, lambda rate, served=served: _tip(state, served, rate))
     drawing.height = rows[-1][1].box.bottom + 46
     return drawing.render()
 
 
 def _draw_handle(last: Axes, top: float, state: State) -> None:
     """Draw the axis and its handle below the last row; every row can be dragged."""
-    last.frame("requests a second", "", x_ticks=TICKS, x_format="{:g}".format, y_ticks=())
+    x, y = last.at(state.rate, 0)
+    ticks = [tick for tick in TICKS if abs(last.at(tick, 0)[0] - x) > 26]
+    last.frame("requests a second", "", x_ticks=ticks, x_format="{:g}".format, y_ticks=())
+    last.drawing.text((x, y + 18), f"{state.rate:g}", size=SMALL, bold=True, anchor="middle")
     with last.drawing.layer(drag="rate", low=f"{RATE.low!r}", high=f"{RATE.high!r}", log="1"):
         last.drawing.rect(replace(last.box, y=top, height=last.box.bottom - top), "transparent")
-    last.drawing.circle(last.at(state.rate, 0), 7, INK)
-
-
-def _scale(state: State) -> Scale:
-    """Return a scale to twice the limit, or to the longest time so far if that is shorter."""
-    times = [tpot_at(served, rate) or 0.0 for served in state.others for rate in drawn_rates(served)]
-    return Scale(0, min(2 * state.served.tpot, 1.2 * max(times, default=0.0) or math.inf))
+    last.drawing.circle((x, y), 7, INK)
 
 
 def _draw_row(axes: Axes, state: State, served: Served) -> None:
@@ -100,35 +93,25 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
         axes.shade(knee.rate, None, f"breaks at {per_second(knee.rate)}: {cause_words(knee.cause, served)}")
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), PALE)
-    room = 0 if served.refused else box.right - end
-    for row, word in enumerate(("full at", per_second(served.queue_grows_from)) if room > 48 else ()):
-        place = (end + box.right) / 2, box.y + box.height / 2 - 3 + 15 * row
-        drawing.text(place, word, size=SMALL, colour=QUIET, anchor="middle")
+    if not served.refused and box.right - end > 30:
+        place = (end + box.right) / 2, box.y + box.height / 2 + 4
+        drawing.text(place, "full", size=SMALL, colour=QUIET, anchor="middle")
     _draw_parts(axes, state, served)
-    wall = min(axes.at(max(served.goodput, RATES[0]), 0)[0], end)
-    handle = min(max(axes.at(state.rate, 0)[0], wall), end)
-    left, right = max((wall, handle), (handle, end), key=lambda part: part[1] - part[0])
-    for row, word in enumerate(("too", "slow") if knee and right - left > 45 else ()):
-        place = left + 4, box.y + 11 + 12 * row
-        drawing.text(place, word, size=SMALL, colour=VERMILLION, halo=BROKEN)
-    if not served.refused and axes.y.high < math.inf:
+    if knee and knee.cause != "queue" and served.layout == state.layout:
+        place = min(max(axes.at(knee.rate, 0)[0], box.x), box.right - 48), box.y - 4
+        drawing.text(place, "too slow", size=SMALL, colour=VERMILLION)
+    if not served.refused:
         _draw_scale(axes, served, end)
-    _draw_knee(axes, state, served)
-    _draw_value(axes, state, served)
+    _draw_values(axes, state, served)
 
 
 def _draw_scale(axes: Axes, served: Served, end: float) -> None:
-    """Write 0 and the limit left of a plot, or a round time if the limit is beyond it, and draw the
-    limit up to `end`.
-    """
-    drawing, x, limit = axes.drawing, axes.box.x, served.tpot < axes.y.high
-    value, colour = (served.tpot, GREEN) if limit else (axes.y.ticks(4)[-1], QUIET)
-    height = axes.at(1, value)[1]
-    if limit:
-        drawing.line((x, height), (end, height), GREEN, width=1.5, dash="4 3")
-        drawing.text((x - 6, height - 9), "limit", size=SMALL, colour=GREEN, anchor="end")
-    drawing.text((x - 6, height + 5), seconds(value), size=SMALL, colour=colour, anchor="end")
-    drawing.text((x - 6, axes.box.bottom + 4), "0", size=SMALL, colour=QUIET, anchor="end")
+    """Write 0 and the limit left of a plot, and draw the limit up to `end`."""
+    x, height = axes.at(RATE.low, served.tpot)
+    axes.drawing.line((x, height), (end, height), GREEN, width=1.5, dash="4 3")
+    axes.drawing.text((x - 6, height - 9), "limit", size=SMALL, colour=GREEN, anchor="end")
+    axes.drawing.text((x - 6, height + 5), seconds(served.tpot), size=SMALL, colour=GREEN, anchor="end")
+    axes.drawing.text((x - 6, axes.box.bottom + 4), "0", size=SMALL, colour=QUIET, anchor="end")
 
 
 def _draw_parts(axes: Axes, state: State, served: Served) -> None:
@@ -145,31 +128,44 @@ def _draw_parts(axes: Axes, state: State, served: Served) -> None:
         axes.drawing.polygon([*lower, *reversed(upper)], part.colour)
 
 
-def _draw_knee(axes: Axes, state: State, served: Served) -> None:
-    """Write the rate that a layout handles beside its wall."""
-    box, rate = axes.box, served.goodput
-    if served.is_found and not served.refused:
-        best = state.complete and rate > RATES[0] and rate >= max(other.goodput for other in state.others)
-        words = f"{'the most ' * best}in time: {per_second(rate)}"
-        wall, room = axes.at(rate, 0)[0], BOLD * text_width(words, BODY)
-        left = wall - room if state.rate >= rate else wall
-        place = min(max(left, box.x), box.right - room), box.y - 5
-        axes.drawing.text(place, words, bold=True, colour=GREEN if best else INK)
+def _columns(axes: Axes) -> list[tuple[float, float]]:
+    """Return where a layout's three values end: beside its plot, or above a narrow one."""
+    right, y = axes.drawing.width - MARGIN, axes.box.y
+    if axes.drawing.width >= WIDE:
+        return [(right - back, y + axes.box.height / 2 + 6) for back in (2 * COLUMN, COLUMN, 0)]
+    return [(right, y - 58), (right - COLUMN, y - 27), (right, y - 27)]
 
 
-def _draw_value(axes: Axes, state: State, served: Served) -> None:
-    """Write a layout's time per token at the handle, on a narrow page above its plot."""
-    drawing, box = axes.drawing, axes.box
+def _draw_heads(first: Axes) -> None:
+    """Name the columns of values above the first row."""
+    above = first.box.height / 2 + 12 if first.drawing.width >= WIDE else 16
+    for (x, y), words in zip(_columns(first), ("per token", "in time", "at most"), strict=True):
+        first.drawing.text((x, y - above), words, size=SMALL, colour=QUIET, anchor="end")
+
+
+def _draw_values(axes: Axes, state: State, served: Served) -> None:
+    """Write a layout's time per token at the handle, the rate that it handles in time, and at most."""
+    drawing = axes.drawing
+    now, in_time, most = _columns(axes)
     spent = math.inf if served.refused else tpot_at(served, state.rate)
-    colour = VERMILLION if served.refused or (served.knee and state.rate >= served.knee.rate) else INK
-    words, size = "…", 16.0
+    late = served.refused or (served.knee and state.rate >= served.knee.rate)
+    colour, words, size = VERMILLION if late else INK, "…", 16.0
     if spent == math.inf:
         words, size = "does not fit" if served.refused else "queue grows", SMALL
     elif spent:
         axes.points([state.rate], [min(spent, axes.y.high)], colour)
-        words, size = seconds(spent), 22 if served.layout == state.layout else 16
-    y = box.y + box.height / 2 + 8 if drawing.width >= WIDE else box.y - 40
-    drawing.text((drawing.width - MARGIN, y), words, size=size, bold=True, colour=colour, anchor="end")
+        words = seconds(spent)
+    drawing.text(now, words, size=size, bold=size > SMALL, colour=colour, anchor="end")
+    if served.refused or not served.is_found:
+        return
+    for place, rate, rates in (
+        (in_time, served.goodput, [other.goodput for other in state.others]),
+        (most, served.queue_grows_from, [other.queue_grows_from for other in state.others]),
+    ):
+        best = state.complete and RATES[0] < rate == max(rates)
+        colour = VERMILLION if rate < state.rate else GREEN if best else INK
+        words = per_second(rate) if rate < math.inf else "–"
+        drawing.text(place, words, bold=best, colour=colour, anchor="end")
 
 
 def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> None:
@@ -200,16 +196,6 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     y = y + high + 20 if wide else plot.y - 40
     drawing.text((MARGIN, y), count, size=SMALL, colour=QUIET)
     drawing.text((MARGIN, y + 15), f"each reads {f'1/{parts}' if parts > 1 else 'all'}", size=SMALL, colour=SKY)
-
-
-def _tip(state: State, served: Served, rate: float) -> str:
-    """Describe a layout's latencies at a rate, and what a token's time goes to."""
-    point = served.points[rate]
-    spent = point.tpot[1]
-    parts = experiment(state.model, state.gpu, served.layout, state.work).parts(rate, spent)
-    goes = ", ".join(f"{part.label} {seconds(value)}" for part, value in zip(PARTS, parts, strict=True) if value)
-    first = f"First tokens within {seconds(point.ttft[1])}"
-    return f"{served.layout} at {rate:g} a second: 99 % get a token every {seconds(spent)}: {goes}. {first}."
 
 
 def per_second(rate: float) -> str:

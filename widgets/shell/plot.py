@@ -233,16 +233,6 @@ class Axes:
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
-    def without_end(self, x: float, y: float) -> None:
-        """Draw a dotted line from (`x`, `y`) to the top: beyond `x`, the queue grows, so what a short
-        run shows of these times is too little.
-        """
-        across, height = self.at(x, y)
-        points = [(across, height), (across, self.box.y)]
-        self._note(points, LEVEL_STRIDE)
-        tip = "In the long run, the queue grows without end, and so does the time in it."
-        self.drawing.polyline(points, INK, width=3, dash="2 4", tip=tip)
-
     def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
         """Yield each value of a logarithmic axis with the strip of the plot that is nearest to it,
         for tooltips.
@@ -257,12 +247,10 @@ class Axes:
         for value, strip in self.strips(xs):
             self.drawing.rect(strip, "transparent", tip=words(value))
 
-    def points(
-        self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()
-    ) -> None:
+    def points(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5) -> None:
         """Draw dots at the values."""
-        for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
-            self.drawing.circle(self.at(x, y), radius, colour, tip=tips[index] if tips else "")
+        for x, y in zip(xs, ys, strict=True):
+            self.drawing.circle(self.at(x, y), radius, colour)
 
     def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
         """Draw a dashed vertical line at `value`."""

@@ -22,9 +22,7 @@ MISSED = "#F3C29B"
 BROKEN = "#FBE9DF"
 """The background of a plot where the system is broken."""
 RAMP = ("#EDF3F9", "#D3E3F1", "#AFCDE6", "#86B4DA", "#2A75B0", "#005A94")
-"""The cells of a map, from little to much, in one hue."""
-RAMP_WORDS = (INK, INK, INK, INK, "#FFFFFF", "#FFFFFF")
-"""The text in these cells, on light and dark pages alike."""
+"""From little to much, in one hue."""
 
 WORDS = {
     BLUE: "#00639B",

@@ -114,8 +114,7 @@ def test_the_right_guess_is_where_the_queue_begins_to_grow_and_the_share_of_the_
     assert widget.GUESS.options[widget.GUESS.right] == f"{static:.2f}"
     assert continuous == 1
     picture = " ".join(ET.fromstring(widget.figure(state)).itertext())
-    assert "queue grows from" in picture
-    assert f"{static:.2f}: static" in picture
+    assert f"static: queue grows from {static:.2f}" in picture
     assert f"full batches use {static:.0%}".replace("%", " %") in picture
     outputs = runs.experiment(8, 1.0, 1.0).outputs
     longest = statistics.mean(max(outputs[index : index + 8]) for index in range(0, 400, 8))
