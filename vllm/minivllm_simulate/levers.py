@@ -406,15 +406,15 @@ def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1) -> Lever
     return LeverWorkload("shared-chat", f"{count} chats behind one system prompt", tuple(requests))
 
 
-def long_and_short(count: int) -> LeverWorkload:
+def long_and_short(count: int, shorter: int = 1) -> LeverWorkload:
     """Return three chats with ShareGPT's lengths for every completion with the Azure code trace's
     lengths; none share a prefix.
     """
     chats, codes = (iter(WORKLOADS[name].sample(count)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
-    requests = [SimulatedRequest(min(request.prompt_tokens, 3072), _answer(request)) for request in drawn]
+    requests = [SimulatedRequest(min(request.prompt_tokens, 3072), _answer(request, shorter)) for request in drawn]
     return LeverWorkload("long-and-short", f"{count} long and short requests", tuple(requests))
 
 
-def _answer(request: RequestLengths, shorter: int = 1) -> int:
+def _answer(request: RequestLengths, shorter: int) -> int:
     return max(1, min(request.output_tokens, LONGEST_ANSWER) // shorter)
