@@ -280,9 +280,9 @@ def extremes(work: Measured, name: str) -> tuple[float, float]:
 
 
 def is_told_from_1(work: Measured, name: str) -> bool:
-    """Return whether all runs agree that the lever gains, or that it costs."""
+    """Return whether all runs agree that the lever gains, or that it costs. A single run tells nothing."""
     least, most = extremes(work, name)
-    return least > 1 or most < 1
+    return least != most and (least > 1 or most < 1)
 
 
 def _worth(work: Measured, name: str) -> str:

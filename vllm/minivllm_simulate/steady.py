@@ -95,5 +95,6 @@ class Steady:
         Where prompts join, a size is a mean. A batch that only decodes is the same in each step,
         so it is a whole number.
         """
-        batches = [self.most * share / GRID for share in range(1, GRID + 1)]
-        return sorted({max(1.0, round(batch)) for batch in batches}) if self.prefill == "elsewhere" else batches
+        if self.prefill == "elsewhere":
+            return [float(batch) for batch in range(1, max(1, int(self.most)) + 1)]
+        return [self.most * share / GRID for share in range(1, GRID + 1)]
