@@ -160,7 +160,7 @@ def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: S
     if last:
         rows += [(step.right.output[0], "", 42, GREEN, "+")]
         drawing.text((middle - 30, y + 42), "the whole row at once", size=SMALL, colour=GREEN, anchor="end", bold=True)
-        if "O" not in step.wrong:  # both are the same
+        if not step.wrong:  # both are the same
             drawing.rect(Box(middle - 22, y + 6, 44, 42), "none", stroke=GREEN, radius=6)
     for value, name, down, colour, sign in rows:
         wrong = name in step.wrong

@@ -125,6 +125,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in outcome.words
     assert "l wrong" in captions(state)[3]
     assert "✕" in detail(state)
+    assert f'stroke="{GREEN}"' not in detail(state)
 
 
 test_broken_code_is_said_in_one_line = harness.own_code_test(
