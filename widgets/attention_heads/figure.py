@@ -11,7 +11,7 @@ from itertools import groupby
 
 from minivllm_lab.attention_heads.siblings import ROPE
 from minivllm_lab.pictures.drawing import ink_on, text_width
-from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
+from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.attention_heads.state import TPS, Place, State, Use
 from widgets.shell.plot import MARGIN, VALUE, Axes, Scale, counted, hidden_note, tokens
 from widgets.shell.strip import draw_title
@@ -84,30 +84,36 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
 
 def _draw_place(axes: Axes, place: Place) -> None:
     """Draw the requests that fit on this many GPUs and, dashed above them, those that would without copies."""
-    low, high, full = place.tp / STEP, place.tp * STEP, min(place.fits * place.copies, axes.y.high)
-    (left, top), (right, bottom) = axes.at(low, place.fits), axes.at(high, 0)
+    low, high = place.tp / STEP, place.tp * STEP
+    fits, full = int(place.fits), min(int(place.fits * place.copies), axes.y.high)
+    (left, top), (right, bottom) = axes.at(low, fits), axes.at(high, 0)
     axes.drawing.rect(Box(left, top, right - left, bottom - top), BLUE)
-    axes.line([low, low, high, high], [0, place.fits, place.fits, 0], BLUE, width=1)
-    if full > place.fits:
-        outline = [((low, low), (place.fits, full)), ((high, high), (place.fits, full)), ((low, high), (full, full))]
+    if fits:
+        axes.line([low, low, high, high], [0, fits, fits, 0], BLUE, width=1)
+    if full > fits:
+        outline = [((low, low), (fits, full)), ((high, high), (fits, full)), ((low, high), (full, full))]
         for xs, ys in outline[: 2 + (full < axes.y.high)]:  # open if it ends above the plot
             axes.line(xs, ys, ORANGE, width=1.5, dash="4 3")
 
 
 def _write_fits(axes: Axes, place: Place, state: State) -> None:
-    """Write how many requests fit and how many would without copies, where there is room."""
+    """Write how many requests fit, at the handle with how many more than on half the GPUs, and how many would fit
+    without copies, where there is room.
+    """
     fails, full, drawing = int(place.fits) < state.wanted, place.fits * place.copies, axes.drawing
     (x, y), above = axes.at(place.tp, place.fits), max(axes.at(place.tp, full)[1] - 5, axes.box.y + 15)
     size = VALUE if place.tp == state.tp else SMALL
-    numbers = [(y - 8, f"{int(place.fits):,}", size, VERMILLION if fails else BLUE)]
+    colour, rim = (VERMILLION, BROKEN) if fails else (BLUE, CARD)
+    numbers = [(y - 8, f"{int(place.fits):,}", size, colour)]
     if full > place.fits:
         numbers += [(above + 15 * (full > axes.y.high), f"{int(full):,}", SMALL, ORANGE)]
     if full > axes.y.high:
         numbers += [(above, "↑", SMALL, ORANGE)]
+    if place.tp == state.tp > 1:
+        numbers += [(y - 10 - VALUE, f"+{int(place.fits) - int(state.mine.at(place.tp // 2).fits)}", SMALL, colour)]
     for y, words, size, colour in numbers:
         box = text_box((x, y), words, size, "middle", bold=True)
         if not any(box.overlaps(other) for other in drawing.words):
-            rim = BROKEN if fails else CARD
             drawing.text((x, y), words, size=size, colour=colour, anchor="middle", bold=True, halo=rim)
 
 
@@ -128,7 +134,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
         low = None if counts[0] == TPS[0] else counts[0] / HALF
         high = None if counts[-1] == TPS[-1] else counts[-1] * HALF
         nearest = state.tp if low is None and high is None else counts[0] if high is None else counts[-1]
-        axes.broken(low, high, cause_words(state, nearest))
+        words = cause_words(state, nearest)
+        axes.shade(low, high, words)
+        axes.explain(low, high, "too few" if cause == "few" else words)
 
 
 def cause_words(state: State, tp: int) -> str:
@@ -154,7 +162,8 @@ def _draw_head(drawing: Drawing, state: State) -> float:
     keys = [
         Segment("latent" if state.latent else "KV heads", 0, BLUE),
         Segment("copies", 0, ORANGE),
-        Segment("weights and the rest", 0, MID),
+        Segment("weights etc.", 0, MID),
+        *[Segment("free", 0, IDLE, outlined=True)] * (state.shares[1] < 1),
     ]
     return legend(drawing, (MARGIN, y + 22), keys, drawing.width - 2 * MARGIN) - 8
 
@@ -178,7 +187,6 @@ def _draw_gpus(drawing: Drawing, y: float, state: State) -> float:
             seen = set[int]()
             for rank, gpu in enumerate(gpus):
                 _draw_heads(drawing, gpu, state, state.ranks[rank], seen)
-                drawing.rect(gpu, "transparent", tip=_rank_tip(state, rank))
                 seen |= set(state.ranks[rank])
         words, colour = _memory_words(state)
         rim = BROKEN if colour == VERMILLION else True
@@ -221,13 +229,6 @@ def _memory_words(state: State) -> tuple[str, str]:
     return f"room for {int(place.fits) - state.wanted} more", QUIET
 
 
-def _rank_tip(state: State, rank: int) -> str:
-    heads = state.ranks[rank]
-    kept = "the latent" if state.latent else f"KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
-    copies = f"; {state.here.copies} GPUs keep the same" if state.here.copies > 1 else ""
-    return f"GPU {rank}: {kept}{copies}"
-
-
 def rank_words(state: State) -> str:
     """Describe what each GPU keeps, and how many GPUs keep the same heads."""
     place = state.here
@@ -247,7 +248,7 @@ def rank_words(state: State) -> str:
 def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
     """Draw the operations for each byte read, beside what the GPU could do; return the y below."""
     ridge, uses = state.hardware.ridge(), state.uses
-    y = drawing.heading((box.x, box.y), "Operations for each byte read", "one by each query head that shares it") + 24
+    y = drawing.heading((box.x, box.y), "Operations for each byte read") + 24
     across = Scale(0, max(ridge, *(1.15 * use.operations for use in uses)))  # room for a number beside the longest
     limit = box.x + across.share(ridge) * box.width
     words = f"{state.hardware.name} could do {ridge:.0f}"
@@ -256,28 +257,27 @@ def _draw_uses(drawing: Drawing, box: Box, state: State) -> float:
     for use in uses:
         step = NEXT if use.yours else ROW
         track = replace(track, y=track.y + step)
-        drawing.rect(replace(track, width=limit - box.x), IDLE)
         parts = [Segment("", use.operations, BLUE if use.yours else MID)]
         if use.latent:
             both = (("as key", use.query_heads), ("as value", use.operations - use.query_heads))
-            parts = [Segment(f"{part:.3g} {name}", part, parts[0].colour) for name, part in both]
-        stacked_bar(drawing, track, parts, across.high)
+            colour, tip = BLUE if use.yours else PURPLE, f"{use.latent} of its {use.latent + ROPE} numbers are a value"
+            parts = [Segment(f"{part:.3g} {name}", part, colour, tip) for name, part in both]
+        rest = Segment("waits for memory" * (use is uses[0]), ridge - use.operations, CARD)
+        stacked_bar(drawing, track, [*parts, rest], across.high)
+        drawing.rect(replace(track, width=limit - box.x), "none", stroke=MID)
         drawing.line((limit, track.bottom - step + 4), (limit, track.bottom + 4), colour=GREEN, width=2)
         _write_use(drawing, track, use, box.x + across.share(use.operations) * box.width + 6)
-    return legend(drawing, (box.x, track.bottom + 24), [Segment("waits for memory", 0, IDLE, outlined=True)], 200) - 19
+    return track.bottom + 4
 
 
 def _write_use(drawing: Drawing, track: Box, use: Use, x: float) -> None:
-    """Write a model's name above its track, and at `x` its operations, with the heads that make them."""
+    """Write a model's name above its track with the heads that a byte serves, and at `x` its operations."""
     left, y = track.x + INDENT * use.yours, track.y - 6
     if use.yours:  # a part of the model above
         drawing.polyline([(track.x + 3, y - 13), (track.x + 3, y - 4), (left - 4, y - 4)], QUIET, width=1.5)
     drawing.text((left, y), use.name, size=SMALL, bold=True, colour=BLUE if use.yours else INK)
-    words, heads = f"{use.operations:.3g}", f"= {use.query_heads} query ÷ {counted(use.kv_heads, 'KV head')}"
-    drawing.text((x, track.bottom - 8), words, size=SMALL + 1, bold=True)
+    words = f"a byte serves {counted(use.query_heads / use.kv_heads, 'query head')}"
     if use.latent:
-        heads = f"key: {use.latent + ROPE} numbers, value: {use.latent}"
-    place, halo = (x + text_width(words, SMALL + 1) * BOLD + 6, track.bottom - 8), IDLE
-    if place[0] + text_width(heads, SMALL) > track.right:
-        place, halo = (left + text_width(use.name, SMALL) * BOLD + 6, y), CARD
-    drawing.text(place, heads, size=SMALL, colour=QUIET, halo=halo)
+        words = f"a vector serves {counted(use.query_heads, 'query head')}:"
+    drawing.text((left + text_width(use.name, SMALL) * BOLD + 6, y), words, size=SMALL, colour=QUIET)
+    drawing.text((x, track.bottom - 8), f"{use.operations:.3g}", size=SMALL + 1, bold=True)

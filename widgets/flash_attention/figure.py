@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm_lab.pictures.palette import ORANGE, SKY
+from minivllm_lab.pictures.palette import INK, ORANGE, SKY
 from widgets.flash_attention.challenges import NAIVE
 from widgets.flash_attention.scores import draw_ways
 from widgets.flash_attention.walk import EDGE, captions, draw_row, size
 from widgets.shell.plot import WIDE, Axes, Scale, hidden_note
-from widgets.shell.svg import Box, Drawing
+from widgets.shell.svg import SMALL, Box, Drawing
 
 if TYPE_CHECKING:
     from widgets.flash_attention.state import State
@@ -27,7 +27,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
     moved, naive = size(state.tiled.moved, least), size(state.naive.moved, least)
     words = f"Tiles of {state.block_q} queries × {state.block_k} keys move {moved} per head; {NAIVE} move {naive}"
     drawing = Drawing(width, 0, "Attention in tiles", words)
-    top = draw_ways(drawing, state) + 28
+    top = draw_ways(drawing, state) + 38
     box = Box(EDGE + 52, top, width - 2 * EDGE - 52, HEIGHT - 42 - top if width >= WIDE else 150)
     _draw_sweep(drawing, box, state, pinned)
     drawing.height = box.bottom + 42
@@ -49,15 +49,18 @@ def _draw_sweep(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     moved = [traffic.moved for traffic in state.by_queries]
     before = [traffic.moved for traffic in pinned.by_queries] if pinned else []
     curves = [*moved, *before, state.naive.moved]
-    y = Scale(min(curves) * 0.7, max(curves) * 1.7, log=True)  # room for words above and below
-    axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.8, log=True), y)
-    count, ticks = "{:,.0f}".format, axes.x.doublings()[::2]
-    axes.frame("queries per tile", "", y_format=size, y_ticks=y.doublings(99)[::-2], x_ticks=ticks, x_format=count)
+    moves = Scale(min(curves) * 0.7, max(curves) * 1.7, log=True)  # room for words above and below
+    axes = Axes(drawing, box, Scale(state.queries[0] / 1.4, state.queries[-1] * 1.8, log=True), moves)
+    count, xs, ys = "{:,.0f}".format, axes.x.doublings()[::2], moves.doublings(99)[::-2]
+    axes.frame("queries per tile", "HBM traffic", y_format=size, y_ticks=ys, x_ticks=xs, x_format=count)
     if state.launched < state.queries[-1]:
         axes.broken(state.launched, None, "too large for the chip")
     with drawing.answer():
         if state.queries[0] < state.few < state.launched:  # otherwise the whole axis is broken already
             axes.broken(None, state.few, "too small")
+            x, y = axes.at(state.few, state.naive.moved)
+            drawing.text((x + 7, y - 6), f"{state.few:.0f}", size=SMALL, bold=True)
+            drawing.last(lambda: drawing.circle((x, y), 4.5, INK))
         axes.mark_y(state.naive.moved, "all scores", ORANGE)
     if pinned:
         axes.pinned(pinned.queries, before, pinned.block_q)

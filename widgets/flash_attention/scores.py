@@ -113,8 +113,9 @@ def _draw_bytes(drawing: Drawing, at: Box, state: State) -> float:
     inputs = Segment("", naive - 4 * matrix, SKY, tip="Q, K, V and the output, once each")
     passes = 4 * [Segment("", matrix, ORANGE, tip=f"Scores and weights, both written and read: 4 × {size(matrix)}")]
     again = Segment("", tiled, SKY, tip="K and V, read by each tile of queries; Q and the output, once")
-    first = Box(at.x, at.y + TOP + 34, at.width, BAR)
+    first = Box(at.x, at.y + TOP + STRIP + SPACE, at.width, BAR)
     second = replace(first, y=first.bottom + 6)
+    below = second.bottom + 28
     least, most = sorted((naive, tiled))
     _write_bytes(drawing, (at.x, first.y - 8), size(naive, least), "all scores", ORANGE, 17)
     stacked_bar(drawing, first, [inputs, *passes], most)
@@ -124,12 +125,10 @@ def _draw_bytes(drawing: Drawing, at: Box, state: State) -> float:
         drawing.hatch(replace(second, x=limit, width=max(end - limit, 0)), VERMILLION)
         drawing.line((limit, first.y), (limit, second.bottom + 4), colour=INK, width=1.5, dash="4 3")
         colour = GREEN if state.launches and state.less > 1 else VERMILLION
-        _write_bytes(
-            drawing, (at.x, second.bottom + 28), size(tiled, least), f"tiles of {state.block_q}", colour, VALUE
-        )
+        _write_bytes(drawing, (at.x, below), size(tiled, least), f"tiles of {state.block_q}", colour, VALUE)
         words = compared(state.less).rsplit(maxsplit=1)[0] if state.launches else "no launch: shared memory full"
-        drawing.text((at.x, second.bottom + 49), words, size=SMALL + 1, colour=colour, bold=True)
-    return second.bottom + 54
+        drawing.text((at.x, below + 21), words, size=SMALL + 1, colour=colour, bold=True)
+    return below + 26
 
 
 def _write_bytes(drawing: Drawing, place: Point, moved: str, name: str, colour: str, large: float) -> None:

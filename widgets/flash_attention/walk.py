@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minivllm_lab.pictures.drawing import QUIET, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PALE, SKY, VERMILLION
 from widgets.shell.plot import Axes, Scale, figures
-from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing
+from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN
 
 if TYPE_CHECKING:
@@ -32,20 +32,19 @@ def size(count: float, like: float = 0) -> str:
 
 def captions(state: State) -> list[str]:
     """Write a caption for each frame: before the first tile of keys, and after each."""
-    words = ["No key is read yet: m is −∞, and sum and output are 0."]
-    for tile, step in enumerate(state.steps):
-        words.append(f"{step.end} of {len(state.row.scores)} keys are read: {_what_happens(state, tile, step)}")
-    return words
+    first = "No key is read yet: m is −∞, and sum and output are 0."
+    return [first, *(_caption(state, tile, step) for tile, step in enumerate(state.steps))]
 
 
-def _what_happens(state: State, tile: int, step: Step) -> str:
+def _caption(state: State, tile: int, step: Step) -> str:
+    read = f"{step.end} of {len(state.row.scores)} keys are read:"
     if step.wrong:
-        return f"{', '.join(step.wrong)} wrong."
+        return f"{read} {', '.join(step.wrong)} wrong."
     if tile == 0:
-        return f"m is {step.got.m:.2f}."
+        return f"{read} m is {step.got.m:.2f}."
     if step.right_factor < 1:
-        return f"m rises to {step.got.m:.2f}, so the old sum and output shrink × {step.right_factor:.3f}."
-    return "no new maximum, so the old sum stays."
+        return f"{read} m rises to {step.got.m:.2f}, so the old sum and output shrink × {step.right_factor:.3f}."
+    return f"{read} no new maximum, so the old sum stays."
 
 
 # ---- the row
@@ -62,10 +61,11 @@ def draw_row(drawing: Drawing, state: State) -> None:
     axes = Axes(drawing, box, Scale(0, len(scores)), Scale(low * 1.1, high * 1.2))
     _draw_bars(axes, state)
     _draw_maximum(axes, state)
-    words = "Each key adds exp(score − m). When m rises, the old sum (dashed) shrinks (dark). "
-    y = drawing.paragraph((box.x, box.bottom + 24), f"{words}Of the output, one number is shown.", box.width)
+    keys = [("old sum", INK, "3 2"), ("shrunk", BLUE, ""), ("added: exp(score − m)", SKY, "")]
+    parts = [Segment(name, 0, colour, dash=dash) for name, colour, dash in keys]
+    y = legend(drawing, (EDGE, box.bottom + 24), parts, drawing.width - 2 * EDGE)
     most = max((step.got.l for step in state.steps if math.isfinite(step.got.l)), default=1.0)
-    sums = Box(box.x, y + 16, box.width, 90)
+    sums = Box(box.x, y, box.width, 90)
     _draw_sums(Axes(drawing, sums, axes.x, Scale(0, 1.25 * most)), state)
     drawing.height = sums.bottom + 73
 
@@ -87,9 +87,8 @@ def _draw_bars(axes: Axes, state: State) -> None:
             middle = axes.at((step.first + step.end) / 2, 0)[0]
             x += (middle - x - wide / 2) * 0.1  # closer to their tile's middle
             bar = Box(x + 1, min(top, zero), wide - 2, max(abs(zero - top), 1))
-            axes.drawing.rect(bar, PALE, tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}")
-            axes.drawing.rect(bar, SKY, at=f"{frame} {last}")
-            axes.drawing.rect(bar, "transparent", tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}")
+            for colour, at in ((PALE, ""), (SKY, f"{frame} {last}")):
+                axes.drawing.rect(bar, colour, tip=f"{row.tokens[index]!r}: score {row.scores[index]:.2f}", at=at)
 
 
 def _draw_maximum(axes: Axes, state: State) -> None:
@@ -99,18 +98,16 @@ def _draw_maximum(axes: Axes, state: State) -> None:
     for tile, step in enumerate(state.steps):
         if not math.isfinite(step.got.m):
             continue
-        left, right = axes.at(step.first, step.got.m), axes.at(step.end, step.got.m)
+        (x, y), right = axes.at(step.first, step.got.m), axes.at(step.end, step.got.m)
         start = [axes.at(step.first, before)] if math.isfinite(before) else []
         tip = f"m after tile {tile + 1}: {step.got.m:.3f}"
         with axes.drawing.layer(at=f"{tile + 1} {last}"):
-            axes.drawing.polyline([*start, left, right], VERMILLION, width=2.5, tip=tip)
+            axes.drawing.polyline([*start, (x, y), right], VERMILLION, width=2.5, tip=tip)
             words = f"{step.got.m:.2f}"
-            if step.got.m > before and text_width(words, SMALL) * BOLD + 3 < right[0] - left[0]:
-                axes.drawing.text(
-                    (left[0] + 2, left[1] - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True
-                )
+            if step.got.m > before and text_width(words, SMALL) * BOLD + 3 < right[0] - x:
+                axes.drawing.text((x + 2, y - 5), words, size=SMALL, colour=VERMILLION, bold=True, halo=True)
         if tile == 0:
-            _draw_name(axes, left[1] + 4, "max m", VERMILLION)
+            _draw_name(axes, y + 4, "max m", VERMILLION)
         before = step.got.m
 
 
@@ -119,6 +116,8 @@ def _draw_sums(axes: Axes, state: State) -> None:
     drawing, box = axes.drawing, axes.box
     _draw_name(axes, box.bottom + 17, "sum", BLUE)
     _draw_name(axes, box.bottom + 37, "output", INK)
+    _draw_name(axes, box.bottom + 51, "so far", INK)
+    drawing.text((box.x - 8, box.bottom + 65), "1 number", size=SMALL, colour=QUIET, anchor="end")
     drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
     before, last = 0.0, len(state.steps)
     steepest = min(range(1, last), key=lambda tile: state.steps[tile].right_factor)
@@ -157,14 +156,13 @@ def _draw_column(drawing: Drawing, middle: float, y: float, room: float, step: S
     write what attention over the whole row at once gives.
     """
     last = step is state.steps[-1]
+    rows = [(step.got.l, "l", 0, BLUE, ""), (step.got.output[0], "O", 20, GREEN if last else INK, "+")]
     if last:
-        drawing.text((middle - 26, y + 40), "the whole row at once", size=SMALL, colour=QUIET, anchor="end")
-        words = _short(step.right.output[0], 60, "+") + " ✓" * (state.own and not step.wrong)
-        drawing.text((middle, y + 40), words, size=SMALL, colour=QUIET, anchor="middle")
-    for value, name, down, colour, sign in (
-        (step.got.l, "l", 0, BLUE, ""),
-        (step.got.output[0], "O", 20, GREEN if last else INK, "+"),
-    ):
+        rows += [(step.right.output[0], "", 42, GREEN, "+")]
+        drawing.text((middle - 30, y + 42), "the whole row at once", size=SMALL, colour=GREEN, anchor="end", bold=True)
+        if not step.wrong:  # both are the same
+            drawing.rect(Box(middle - 22, y + 6, 44, 42), "none", stroke=GREEN, radius=6)
+    for value, name, down, colour, sign in rows:
         wrong = name in step.wrong
         words = _short(value, room - 2 - 12 * wrong, sign) + "✕" * wrong
         colour = VERMILLION if wrong else colour

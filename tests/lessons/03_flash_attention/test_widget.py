@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lessons import widget_harness as harness
 from minivllm_lab.exercise import load
 from minivllm_lab.flash_attention import attention_traffic
-from minivllm_lab.pictures.palette import INK, ORANGE, SKY
+from minivllm_lab.pictures.palette import GREEN, INK, ORANGE, SKY
 from widgets import flash_attention
 from widgets.flash_attention import SPEC, detail, figure, sweep, verdict
 from widgets.flash_attention.walk import captions
@@ -112,7 +112,7 @@ def test_the_readers_step_walks_the_row():
     state = sweep(softmax_step=load(LESSON).softmax_step)
     assert state.wrong is None
     assert "Your softmax_step gives the right row" in verdict(state).words
-    assert "✓" in detail(state)
+    assert f'stroke="{GREEN}"' in detail(state), "the output and that of the whole row are framed together"
 
 
 def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
@@ -125,6 +125,7 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
     assert "multiplied the old l by 1.000, but exp(old m − new m) is 0.454" in outcome.words
     assert "l wrong" in captions(state)[3]
     assert "✕" in detail(state)
+    assert f'stroke="{GREEN}"' not in detail(state)
 
 
 test_broken_code_is_said_in_one_line = harness.own_code_test(
