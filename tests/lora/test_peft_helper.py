@@ -17,6 +17,7 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import MinivllmError
 from minivllm.lora.lora_model import fingerprint_of, read_adapter
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.request import LoRARequest as UnderVLLMsName
 from minivllm.memory.adapters import linear_shapes
 
 LEAST = {"r": 4, "lora_alpha": 8}
@@ -45,6 +46,10 @@ def pair(layer: int = 0, projection: str = "q_proj", rank: int = 4) -> dict[str,
     where = "mlp" if projection in ("gate_proj", "up_proj", "down_proj") else "self_attn"
     name = f"base_model.model.model.layers.{layer}.{where}.{projection}"
     return {f"{name}.lora_A.weight": torch.randn(rank, inputs), f"{name}.lora_B.weight": torch.randn(outputs, rank)}
+
+
+def test_the_name_is_vllms():
+    assert UnderVLLMsName is LoRARequest
 
 
 NO_REQUESTS = [

@@ -30,6 +30,7 @@ from minivllm_simulate.hardware import get_hardware
 from minivllm_simulate.known_models import known_model
 from minivllm_simulate.kv_links import LINKS, Link, Transfer, get_link, layer_wise_end, least_bandwidth
 from minivllm_simulate.open_load import OpenLoad, finished
+from minivllm_simulate.steady import Steady
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 SHORT = Work(256, 16, counted=40)
@@ -57,6 +58,13 @@ def test_a_request_goes_its_way_in_order_and_its_parts_are_its_time_to_first_tok
         assert sum(journey.parts.values()) == pytest.approx(journey.ttft)
         assert set(journey.parts) == set(PARTS)
         assert min(journey.parts.values()) >= -1e-9
+
+
+def test_a_decode_batch_is_the_best_whole_number_in_time():
+    steady = Steady(system().step_cost, 1024, 128, 256, "elsewhere")
+    in_time = max(batch for batch in range(1, 257) if steady.step_seconds(batch) <= 7.5e-3)
+    assert steady.capacity(7.5e-3) == max(map(steady.rate, range(1, in_time + 1)))
+    assert steady.capacity(1e-6) == 0
 
 
 def test_many_steps_at_once_are_the_same_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch):

@@ -107,7 +107,10 @@ def check_garbage_may_look_like_tokens(module):
     arguments = _case(2, 2, 16, 5, 9)
     for cache in arguments[3:5]:
         cache[5:] = cache[:4]
-    _agrees(module, arguments)
+    step = module.decode_step(*_copies(arguments))
+    assert torch.allclose(torch.as_tensor(step).float(), _attend(*arguments), atol=1e-4), (
+        "a slot beyond the new token's was read, where an earlier request has left a token"
+    )
 
 
 def check_last_slot(module):
