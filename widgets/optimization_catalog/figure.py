@@ -14,15 +14,15 @@ from minivllm_lab.pictures.drawing import QUIET, RULE, Point, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, VERMILLION
 from minivllm_simulate.levers import KNOWN_ERROR, LeverResult
 from widgets.optimization_catalog.runs import MODEL, SLOTS, Outcome, Row, State, Step
-from widgets.shell.plot import MARGIN, ROW, VALUE, Axes, Scale, balanced, counted, hidden_note, percent
+from widgets.shell.plot import MARGIN, ROW, VALUE, WIDE, Axes, Scale, balanced, counted, hidden_note, percent
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MID
 
-NAMES, PITCH, SWEPT = 132, 19, 76
+NAMES, PITCH, SWEPT = 132, 18, 84
 """Pixels: the width of the levers' names, the height of a row, and that of the plot below."""
 SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕ does not start"}
-ORDERS, ENDS = ("from the top", "from the bottom"), ("first", "last")
-"""The two orders in which levers are switched on, and when the topmost lever is, in each."""
+ORDERS, ENDS = ("above on", "below on"), ("first", "last")
+"""What is on before a lever in each of the two orders, and when the topmost lever is switched on."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",
@@ -44,6 +44,7 @@ ACTS = {
     "cuda_graphs": "The host launches a step once instead of kernel by kernel.",
 }
 WHY = {
+    ("paging", "uncached"): "No cache to page.",
     ("paging", "slower"): "Each step copies its blocks together.",
     ("paging", "nothing"): "Memory was not the limit.",
     ("kv_cache", "faster"): "Without it, each step recomputes every context.",
@@ -65,11 +66,12 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
             f"{MODEL} on {state.gpu}, modelled: {rate_words(state.nothing).split()[0]} → {rate_words(state.everything)}"
         )
         y = drawing.heading((MARGIN, 21), "What each lever buys", note)
-    words = f"switched on {ORDERS[0]} ↓", f"{ORDERS[1]} ↑"
-    keys = [Segment(name, 0, "", draw=partial(_draw_mark, drawing, last=last)) for last, name in enumerate(words)]
+    mark = partial(_draw_mark, drawing)
+    keys = [Segment(f"with only those {on}", 0, "", draw=partial(mark, last=last)) for last, on in enumerate(ORDERS)]
     y = legend(drawing, (MARGIN, y + 22), keys, width - 2 * MARGIN)
-    y = _draw_levers(drawing, y + 16, state)
-    swept = Box(MARGIN + 34, y + 46, width - 2 * MARGIN - 34, SWEPT)
+    y = _draw_levers(drawing, y + 10, state)
+    words = f"Wait for a token, with {f'these {len(state.on)}' if state.on else 'nothing'} on"
+    swept = Box(MARGIN + 34, drawing.heading((MARGIN, y + 44), words) + 12, width - 2 * MARGIN - 34, SWEPT)
     _draw_swept(drawing, swept, state, pinned)
     drawing.height = swept.bottom + 42
     return drawing.render()
@@ -77,7 +79,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 
 def _described(state: State) -> str:
     factors = (f"{row.title} {' and '.join(_change(step) for step in row.steps)}" for row in state.on)
-    return f"Tokens/s when switched on {' and '.join(ORDERS)}: {'; '.join(factors)}."
+    return f"Tokens/s with only those {' and '.join(ORDERS)}: {'; '.join(factors)}."
 
 
 def most_dependent(state: State) -> Row | None:
@@ -129,10 +131,10 @@ def _draw_lever(axes: Axes, at: float, row: Row, special: bool) -> None:
             drawing.polyline(ends, GREEN if special else MID, width=7 if special else 3)
         for last in range(len(row.steps))[::-1]:
             with drawing.answer() if last else nullcontext():
-                _draw_dot(axes, at, row, last)
+                _draw_dot(axes, at, row, last, special)
 
 
-def _draw_dot(axes: Axes, at: float, row: Row, last: int) -> None:
+def _draw_dot(axes: Axes, at: float, row: Row, last: int, special: bool) -> None:
     """Draw what a lever buys in one order, with its factor and the reason if it loses, or say why it buys nothing."""
     drawing, step = axes.drawing, row.steps[last]
     x, y = axes.at(step.factor or 1, at)
@@ -144,11 +146,13 @@ def _draw_dot(axes: Axes, at: float, row: Row, last: int) -> None:
         drawing.text((axes.box.right, y + 4), SIGNS[step.effect], size=SMALL, colour=colour, anchor="end")
     if step.effect == "slower" and not said:
         drawing.text((x - 10, y + 4), _change(step), size=SMALL, colour=colour, anchor="end")
-        right = max(axes.at(each.factor or 1, at)[0] for each in row.steps) + 20
-        lines = balanced(_why(row, step), axes.box.right - right)
-        for line, words in enumerate(lines):
-            place = right, y + 4 + ROW * (line - (len(lines) - 1) / 2)
-            drawing.text(place, words, size=SMALL, colour=colour, halo=True)
+    elif said or special or dependence(row) < math.log(2):
+        return
+    right = max(axes.at(each.factor or 1, at)[0] for each in row.steps) + 20
+    lines = balanced(_why(row, step), axes.box.right + 4 - right)
+    for line, words in enumerate(lines):
+        place = right, y + 4 + ROW * (line - (len(lines) - 1) / 2)
+        drawing.text(place, words, size=SMALL, colour=colour if step.effect == "slower" else QUIET, halo=True)
 
 
 def _draw_mark(drawing: Drawing, place: Point, last: int, colour: str = BLUE, tip: str = "") -> None:
@@ -165,7 +169,7 @@ def _draw_surprise(axes: Axes, index: int, row: Row, names: tuple[str, str]) -> 
     drawing.text((x, y - 3), words, size=SMALL, colour=BLUE, halo=True)
     lines = balanced(_why(row, back), 0.6 * axes.box.width)
     high = 46 + ROW * len(lines)
-    y += PITCH + 24 if index < 6 else 24 - high
+    y += PITCH * (1 + (drawing.width < WIDE)) + 24 if index < 6 else 6 - high
     colour = VERMILLION if back.effect == "slower" else GREEN
     write = partial(drawing.text, anchor="end", halo=True)
     with drawing.answer():
@@ -177,7 +181,8 @@ def _draw_surprise(axes: Axes, index: int, row: Row, names: tuple[str, str]) -> 
 
 
 def _why(row: Row, step: Step) -> str:
-    return WHY.get((row.field, step.effect), "")
+    cached = isinstance(step.after, LeverResult) and step.after.kv_tokens
+    return WHY.get((row.field, "" if cached else "uncached")) or WHY.get((row.field, step.effect), "")
 
 
 def _change(step: Step) -> str:
@@ -217,7 +222,7 @@ def _counts(run: LeverResult) -> str:
 def _tip(row: Row, last: int) -> str:
     """Write a tooltip: the results before and after, and why."""
     step = row.steps[last]
-    head = f"{row.title}, switched on {ORDERS[last]}"
+    head = f"{row.title}, with only those {ORDERS[last]}"
     if not isinstance(step.after, LeverResult):
         return f"{head}: the server does not start. {step.after}."
     before = _counts(step.before) if isinstance(step.before, LeverResult) else "does not start"
@@ -228,10 +233,9 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     """Draw the time between a request's tokens by requests at once, and its limit."""
     slots, waits, tips = _known(state)
     limit = state.level * 1e3
-    ends = Scale(0.85 * min([limit, *waits]), 1.15 * max([limit, *waits]), log=True)
+    ends = Scale(0, 1.05 * max([limit, *waits]))
     axes = Axes(drawing, box, Scale(SLOTS[0], SLOTS[-1], log=True), ends)
-    name = f"ms a client waits for a token, with {f'these {len(state.on)}' if state.on else 'nothing'} on"
-    axes.frame("most requests at once: max_num_seqs", name, x_ticks=axes.x.doublings(), y_ticks=ends.ticks(3))
+    axes.frame("most requests at once: max_num_seqs", "", x_ticks=axes.x.doublings(), y_ticks=ends.ticks(4))
     for low, high, trouble in breaks(state):
         axes.broken(low, high, BREAKS[trouble])
     if pinned is not None:
@@ -241,7 +245,10 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     axes.here(state.slots, "slots")
     if state.slots in slots:
         x, y = axes.at(state.slots, wait := waits[slots.index(state.slots)])
-        axes.label((x, y - 8), f"{apart(wait, limit)} ms", VERMILLION if wait > limit else BLUE)
+        side, anchor = (-6, "end") if state.slots > 2 else (6, "start")
+        colour, ground = (VERMILLION, BROKEN) if wait > limit else (BLUE, CARD)
+        place, words = (x + side, y - 9 if y > box.y + 22 else y + 18), f"{apart(wait, limit)} ms"
+        drawing.text(place, words, size=SMALL, colour=colour, anchor=anchor, bold=True, halo=ground)
         axes.points([state.slots], [wait], BLUE)
 
 

@@ -42,12 +42,13 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"Still serving the requests as {state.layout} at {state.rate:g} a second.", "tight")
     point = served.points[state.rate]
     most = _most(state)
-    latencies = f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}"
-    if causes := served.causes(state.rate):
+    causes = served.causes(state.rate)
+    first, later = f"their first token within {seconds(point.ttft[1])}", f"a token every {seconds(point.tpot[1])}"
+    latencies = f"99 % have {first if 'ttft' in causes else later}"
+    if causes:
         why = ", ".join(cause_words(cause, served) for cause in causes)
-        in_run = " in this short run" * ("queue" in causes)
-        words = f"{most}At {counted_rate(state.rate)}, {state.layout} is too slow: {why}. {latencies}{in_run}."
-        return Verdict(words, "broken")
+        words = f"{most}At {counted_rate(state.rate)}, {state.layout} is too slow: {why}."
+        return Verdict(words + f" {latencies}." * ("queue" not in causes), "broken")
     if served.knee and state.rate > NEAR * served.knee.rate:
         little = f"It handles this, but little more: it breaks at {figures(served.knee.rate)}"
         return Verdict(f"{most}{little}. {latencies}.", "tight")

@@ -12,14 +12,14 @@ from minivllm_lab.pictures.palette import GREEN, INK, ORANGE, PALE, PURPLE, SKY,
 from minivllm_simulate.layouts import Layout
 from widgets.serving.runs import RATES, experiment
 from widgets.serving.state import Served, State
-from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
-from widgets.shell.svg import BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
+from widgets.shell.plot import MARGIN, ROW, WIDE, Axes, Scale, counted, figures, hidden_note, seconds
+from widgets.shell.svg import BODY, BOLD, QUIET, SMALL, Box, Drawing, Segment, legend, text_width
 from widgets.shell.theme import CARD, MID, RESERVED, TINT
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS = (1, 10, 100, 500)
-SIDE, TICK, VALUES, COLUMN, GPU, TANK, ALL_ROWS, NARROW_ROW = 132, 46, 206, 60, 26, 44, 364, 72
-"""The widths beside the plots: of the GPUs, of the scale, of the values, of a column of them, of a GPU at most; the
+SIDE, TICK, VALUES, NOUNS, GPU, TANK, ALL_ROWS, NARROW_ROW = 130, 46, 168, 82, 26, 44, 364, 72
+"""The widths beside the plots: of the GPUs, of the scale, of the values, of their nouns, of a GPU at most; the
 heights of a GPU, of all rows on a wide page, and of a plot on a narrow one.
 """
 PARTS = (
@@ -44,7 +44,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     y = legend(drawing, (MARGIN, y + 21), PARTS, width - 2 * MARGIN) - 19
     wide = width >= WIDE
-    above, y = (20, y + 22) if wide else (82, y + 22)
+    above, y = 20 if wide else 82, y + 8
     high = (ALL_ROWS + 60 - y) / len(state.others) - above if wide else NARROW_ROW
     left = MARGIN + SIDE * wide + TICK
     plot = Box(left, y + above, width - MARGIN - VALUES * wide - left, high)
@@ -54,7 +54,6 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     ]
     top = next(axes.box.y for served, axes in rows if served.layout == state.layout) - above + 7
     drawing.rect(Box(6, top, width - 12, high + above - 3), TINT, radius=6)
-    _draw_heads(rows[0][1])
     for served, axes in rows:
         chosen = served.layout == state.layout
         with drawing.layer(answer="" if chosen else "1"):
@@ -75,9 +74,10 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
 def _draw_handle(last: Axes, top: float, state: State) -> None:
     """Draw the axis and its handle below the last row; every row can be dragged."""
     x, y = last.at(state.rate, 0)
-    ticks = [tick for tick in TICKS if abs(last.at(tick, 0)[0] - x) > 26]
+    words = f"{state.rate:g}"
+    ticks = [tick for tick in TICKS if abs(last.at(tick, 0)[0] - x) > 14 + 0.6 * text_width(words, SMALL)]
     last.frame("requests a second", "", x_ticks=ticks, x_format="{:g}".format, y_ticks=())
-    last.drawing.text((x, y + 18), f"{state.rate:g}", size=SMALL, bold=True, anchor="middle")
+    last.drawing.text((x, y + 18), words, size=SMALL, bold=True, anchor="middle")
     with last.drawing.layer(drag="rate", low=f"{RATE.low!r}", high=f"{RATE.high!r}", log="1"):
         last.drawing.rect(replace(last.box, y=top, height=last.box.bottom - top), "transparent")
     last.drawing.circle((x, y), 7, INK)
@@ -93,13 +93,11 @@ def _draw_row(axes: Axes, state: State, served: Served) -> None:
         axes.shade(knee.rate, None, f"breaks at {per_second(knee.rate)}: {cause_words(knee.cause, served)}")
     end = min(axes.at(served.queue_grows_from, 0)[0], box.right)
     drawing.rect(Box(end, box.y, box.right - end, box.height), PALE)
-    if not served.refused and box.right - end > 30:
-        place = (end + box.right) / 2, box.y + box.height / 2 + 4
-        drawing.text(place, "full", size=SMALL, colour=QUIET, anchor="middle")
+    if not served.refused and box.right - end > 42:
+        for row, words in enumerate(("queue", "grows")):
+            place = (end + box.right) / 2, box.y + box.height / 2 - 3 + ROW * row
+            drawing.text(place, words, size=SMALL, colour=QUIET, anchor="middle")
     _draw_parts(axes, state, served)
-    if knee and knee.cause != "queue" and served.layout == state.layout:
-        place = min(max(axes.at(knee.rate, 0)[0], box.x), box.right - 48), box.y - 4
-        drawing.text(place, "too slow", size=SMALL, colour=VERMILLION)
     if not served.refused:
         _draw_scale(axes, served, end)
     _draw_values(axes, state, served)
@@ -128,25 +126,10 @@ def _draw_parts(axes: Axes, state: State, served: Served) -> None:
         axes.drawing.polygon([*lower, *reversed(upper)], part.colour)
 
 
-def _columns(axes: Axes) -> list[tuple[float, float]]:
-    """Return where a layout's three values end: beside its plot, or above a narrow one."""
-    right, y = axes.drawing.width - MARGIN, axes.box.y
-    if axes.drawing.width >= WIDE:
-        return [(right - back, y + axes.box.height / 2 + 6) for back in (2 * COLUMN, COLUMN, 0)]
-    return [(right, y - 58), (right - COLUMN, y - 27), (right, y - 27)]
-
-
-def _draw_heads(first: Axes) -> None:
-    """Name the columns of values above the first row."""
-    above = first.box.height / 2 + 12 if first.drawing.width >= WIDE else 16
-    for (x, y), words in zip(_columns(first), ("per token", "in time", "at most"), strict=True):
-        first.drawing.text((x, y - above), words, size=SMALL, colour=QUIET, anchor="end")
-
-
 def _draw_values(axes: Axes, state: State, served: Served) -> None:
     """Write a layout's time per token at the handle, the rate that it handles in time, and at most."""
-    drawing = axes.drawing
-    now, in_time, most = _columns(axes)
+    drawing, x = axes.drawing, axes.drawing.width - MARGIN - NOUNS
+    y = axes.box.y + (axes.box.height / 2 - 14 if drawing.width >= WIDE else -58)
     spent = math.inf if served.refused else tpot_at(served, state.rate)
     late = served.refused or (served.knee and state.rate >= served.knee.rate)
     colour, words, size = VERMILLION if late else INK, "…", 16.0
@@ -155,17 +138,15 @@ def _draw_values(axes: Axes, state: State, served: Served) -> None:
     elif spent:
         axes.points([state.rate], [min(spent, axes.y.high)], colour)
         words = seconds(spent)
-    drawing.text(now, words, size=size, bold=size > SMALL, colour=colour, anchor="end")
-    if served.refused or not served.is_found:
-        return
-    for place, rate, rates in (
-        (in_time, served.goodput, [other.goodput for other in state.others]),
-        (most, served.queue_grows_from, [other.queue_grows_from for other in state.others]),
-    ):
-        best = state.complete and RATES[0] < rate == max(rates)
-        colour = VERMILLION if rate < state.rate else GREEN if best else INK
-        words = per_second(rate) if rate < math.inf else "–"
-        drawing.text(place, words, bold=best, colour=colour, anchor="end")
+    lines = [(words, "per token" * (size > SMALL), colour, size, size > SMALL)]
+    if not served.refused and served.is_found:
+        best = state.complete and RATES[0] < served.goodput == max(other.goodput for other in state.others)
+        for rate, noun, bold in ((served.goodput, "in time", best), (served.queue_grows_from, "however slow", False)):
+            colour = VERMILLION if rate < state.rate else GREEN if bold else INK
+            lines.append((per_second(rate) if rate < math.inf else "–", noun, colour, BODY, bold))
+    for line, (value, noun, colour, size, bold) in enumerate(lines):
+        drawing.text((x - 6, y + 19 * line), value, size=size, bold=bold, colour=colour, anchor="end")
+        drawing.text((x, y + 19 * line), noun, size=SMALL, colour=QUIET)
 
 
 def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> None:
@@ -175,10 +156,10 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
     wide = drawing.width >= WIDE
     name, count = str(layout), f"{counted(layout.tp * layout.pp, 'GPU')} × {counted(layout.dp, 'engine')}"
     parts = layout.tp * layout.pp
-    after = MARGIN + 10 + max(120, BOLD * text_width(name, SMALL), text_width(count, SMALL))
-    x, y = (MARGIN, plot.y + 20) if wide else (after, plot.y - 64)
-    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 56), name, size=SMALL, bold=chosen)
-    room, high = (SIDE - 10, min(TANK, plot.height - 52)) if wide else (drawing.width - MARGIN - 118 - x, 24)
+    after = MARGIN + 2 + max(120, BOLD * text_width(name, SMALL), text_width(count, SMALL))
+    x, y = (MARGIN, plot.y + 20) if wide else (after, plot.y - 46)
+    drawing.text((MARGIN, plot.y + 12 if wide else plot.y - 58), name, size=SMALL, bold=chosen)
+    room, high = (SIDE - 10, min(TANK, plot.height - 52)) if wide else (drawing.width - MARGIN - NOUNS - 54 - x, 24)
     pitch = min(GPU, (room / layout.dp - 7) / layout.tp)
     part = high / layout.pp
     for _ in range(layout.dp if pitch >= 5 else 0):
@@ -193,7 +174,7 @@ def _draw_gpus(drawing: Drawing, plot: Box, layout: Layout, *, chosen: bool) -> 
                 drawing.rect(gpu, CARD)
                 drawing.rect(Box(gpu.x, gpu.bottom - share, gpu.width, share), SKY)
         x = frame.right + 3
-    y = y + high + 20 if wide else plot.y - 40
+    y = y + high + 20 if wide else plot.y - 39
     drawing.text((MARGIN, y), count, size=SMALL, colour=QUIET)
     drawing.text((MARGIN, y + 15), f"each reads {f'1/{parts}' if parts > 1 else 'all'}", size=SMALL, colour=SKY)
 

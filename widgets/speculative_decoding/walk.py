@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from minivllm_lab.pictures.drawing import QUIET, arrow
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE
-from widgets.shell.plot import MARGIN, counted, figures, percent
+from widgets.shell.plot import MARGIN, ROW, balanced, counted, figures, percent
 from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import CARD, IDLE, WORDS
 from widgets.speculative_decoding.state import State
 from widgets.speculative_decoding.step import VOCABULARY, Place
 
-TOKEN, NAMES, ROWS, PANEL, DOT = 54, 66, 178, 200, 5
+TOKEN, NAMES, ROWS, PANEL, DOT = 54, 72, 178, 212, 5
 """The widths of a token and of the curves' names, the heights of all rows and of the distributions, a dot's radius."""
 
 
@@ -89,8 +89,8 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
     p, q = (place.p, place.q) if place else (step.bonus, (0.0,) * len(step.bonus))
     drawing.rect(box, IDLE, radius=6)
     _draw_shares(drawing, box, place, index)
-    left, base = box.x + 12, box.bottom - 30
-    column, scale = (box.width - 24 - NAMES) // len(p), (base - box.y - 66) / max(*p, *q)
+    left, base = box.x + 8, box.bottom - 30
+    column, scale = (box.width - 8 - NAMES) // len(p), (base - box.y - 80) / max(*p, *q)
     for token, word in enumerate(VOCABULARY):
         bar = Box(left + column * token, base, column, 0)
         shared = min(p[token], q[token])
@@ -114,18 +114,23 @@ def _draw_distributions(drawing: Drawing, box: Box, state: State, index: int) ->
         if index == step.kept:
             top = (min(p[step.token], q[step.token]) + p[step.token]) / 2
             drawing.add(arrow((x, y), (left + column * (step.token + 0.5), base - top * scale), INK))
+            lines = balanced("rejected: drawn again from blue", 3 * column)
+            first = min(max((place.draft + step.token) // 2 - 1, 0), len(p) - 3)
+            above = base - max(*p[first : first + 3], *q[first : first + 3]) * scale - 5 - ROW * len(lines)
+            for line, words in enumerate(lines, 1):
+                drawing.text((left + column * (first + 1.5), above + ROW * line), words, size=SMALL, anchor="middle")
         drawing.circle((x, y), DOT, INK)
 
 
 def _draw_shares(drawing: Drawing, box: Box, place: Place | None, index: int) -> None:
-    """Write which shares of all drafts at a position are kept and, once rejected, recovered."""
+    """Write that what is rejected of all drafts at a position is drawn again, so that p comes out."""
     title = "All drafts are kept: p gives a bonus token"
     if place:
-        title, kept = f"Draft {index + 1}, over all words: kept + recovered = p", place.agreement
-        keys = (f"{percent(kept)} kept", GREEN), (f"{percent(1 - kept)} recovered", BLUE), ("rejected", ORANGE)
+        title, again = f"All words at draft {index + 1}: kept + drawn again = p", percent(1 - place.agreement)
+        keys = ("kept", GREEN), (f"{again} rejected =", ORANGE), (f"{again} drawn again", BLUE)
         entries = [Segment(words, 0, colour, hatched=colour == ORANGE) for words, colour in keys]
-        legend(drawing, (box.x + 12, box.y + 44), entries, box.width)
-    drawing.text((box.x + 12, box.y + 22), title, size=SMALL, bold=True)
+        legend(drawing, (box.x + 8, box.y + 44), entries, box.width)
+    drawing.text((box.x + 8, box.y + 22), title, size=SMALL, bold=True)
 
 
 def own_words(state: State) -> str:
