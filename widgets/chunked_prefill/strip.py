@@ -104,8 +104,8 @@ def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
         axes.label(axes.at(axes.x.low, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
     words, place = f"limit {seconds(state.gap)}", (axes.box.right - 6, height - 6)
     if any(text_box(place, words, SMALL, "end").overlaps(other) for other in axes.drawing.words):
-        place = axes.box.x + 6 + text_width(words, SMALL), height - 6
-    axes.drawing.text(place, words, size=SMALL, colour=BLUE, anchor="end", halo=BROKEN)
+        place = place[0], height + 15
+    axes.drawing.text(place, words, size=SMALL, colour=BLUE, anchor="end")
 
 
 def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> Point | None:

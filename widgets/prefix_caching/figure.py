@@ -18,7 +18,7 @@ from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legen
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP
 
 GUTTER = 40
-ROW, STRIP = 18, 156
+ROW, STRIP = 18, 148
 """Heights in pixels of a row of the map, and of the strip."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
