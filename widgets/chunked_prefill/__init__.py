@@ -77,7 +77,9 @@ def _waits(state: State, bound: str) -> str:
 
 def _cause_sentence(state: State, cause: str) -> str:
     if cause == "stall":
-        return f"Stalls: {_waits(state, 'up to')}; the limit is {seconds(state.gap)}."
+        met = max((low for low, _ in state.stalled if low and low <= state.budget and state.complete), default=0.0)
+        limit = f"{seconds(state.gap)} is met up to budget {met:,.0f}" if met else f"is {seconds(state.gap)}"
+        return f"Stalls: {_waits(state, 'up to')}; the limit {'of ' * bool(met)}{limit}."
     why = cause_words(state, cause, state.budget)
     words = f"{why[0].upper()}{why[1:]}."
     if cause == "queue":

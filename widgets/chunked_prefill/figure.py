@@ -17,7 +17,7 @@ from widgets.shell.svg import BOLD, SMALL, Box, Drawing, text_box, text_width
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
 TICKS = (64, 256, 1024, 4096, 16384)
 GAPS = {
-    "clients": f"longest gap, {percent(CLIENTS)} of clients",
+    "clients": f"longest gap, for {percent(CLIENTS)} of clients",
     "gaps": f"{percent(ALL_GAPS)} of all gaps are shorter",
 }
 """The statistic by which gaps are judged."""
@@ -103,8 +103,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
         inside = [budget for budget in state.run if budget < edge]
         if span[1] and inside and "chunks" in state.causes(inside[-1]):
             steps = math.ceil(state.serving.prompt / edge)
-            words = f"{tokens(state.serving.longest)} prompt:\n{steps:,} steps"
-            axes.label(axes.at(edge, state.gap), words, ORANGE, bold=False)
+            words = f"← at {edge:,.0f}: {tokens(state.serving.longest)}\nin {steps:,} steps"
+            x, y = axes.at(edge, state.gap)
+            axes.label((x - 7, y), words, ORANGE, bold=False)
     with axes.drawing.answer():
         for span in state.stalled:
             axes.shade(*span, words := f"stalls over {seconds(state.gap)}")

@@ -13,7 +13,7 @@ from widgets.chunked_prefill.runs import CHAT, Step
 from widgets.chunked_prefill.state import ALL_GAPS, State
 from widgets.shell.plot import MARGIN, Axes, Scale, balanced, counted, hidden_note, percent, seconds, tokens
 from widgets.shell.strip import draw_times, draw_title, frame_ends, frames_from
-from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment
+from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, text_box
 from widgets.shell.theme import BROKEN, MID
 
 TITLE = "Each step is a bar, as wide as its time"
@@ -89,7 +89,6 @@ def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
     """Draw the gap limit; say how few steps exceed it, or in how many steps a late prompt is cut."""
     x, height = axes.at(axes.x.low, state.gap)
     axes.drawing.line((x, height), (axes.box.right, height), colour=BLUE, dash="4 3", width=1.5)
-    axes.drawing.text((x + 6, height - 6), "limit", size=SMALL, colour=BLUE)  # the window begins with short bars
     over = [step.gap for step in strip if step.decodes and step.gap > state.gap]
     if over:
         x, y = _draw_prompt(axes, state, strip) or (axes.box.x, axes.at(0, max(over))[1] - 15)
@@ -103,6 +102,10 @@ def _draw_limits(axes: Axes, state: State, strip: Sequence[Step]) -> None:
     elif {"queue", "chunks"} & {*state.causes(state.budget)}:
         steps = math.ceil(state.serving.prompt / state.budget)
         axes.label(axes.at(axes.x.low, 0.8 * state.gap), f"each long prompt takes {counted(steps, 'step')}")
+    words, place = f"limit {seconds(state.gap)}", (axes.box.right - 6, height - 6)
+    if any(text_box(place, words, SMALL, "end").overlaps(other) for other in axes.drawing.words):
+        place = place[0], height + 15
+    axes.drawing.text(place, words, size=SMALL, colour=BLUE, anchor="end")
 
 
 def _draw_prompt(axes: Axes, state: State, strip: Sequence[Step]) -> Point | None:

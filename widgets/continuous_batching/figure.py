@@ -16,7 +16,7 @@ COLOURS = {"static": PURPLE, "continuous": BLUE, "yours": BLUE}
 TTFT = Scale(0.004, 12, log=True)
 LOAD = Scale(LOADS[0], LOADS[-1])
 TICKS = (0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5)
-SEATS, QUEUE, PLOT, HEIGHT = 82, 26, 84, 470
+SEATS, QUEUE, PLOT, HEIGHT = 72, 26, 84, 470
 """The heights of a policy's seats, of its queue, of the plot on a narrow page, and of all on a wide one."""
 
 
@@ -36,7 +36,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = drawing.heading(
         (MARGIN, y + 9),
         "Time to first token by load",
-        f"of 95 % of the requests; limit {seconds(state.limit)}; modelled",
+        f"for 95 % of {REQUESTS} requests; limit {seconds(state.limit)}; modelled",
     )
     left, high = (MARGIN + NAMES, HEIGHT - 74 - y) if width >= WIDE else (60, PLOT)
     axes = Axes(drawing, Box(left, y + (30 if width >= WIDE else 45), width - MARGIN - left, high), LOAD, TTFT)
@@ -75,14 +75,14 @@ def _draw_policy(drawing: Drawing, y: float, curve: Curve, state: State, across:
         drawing.text((box.x, box.y - 8), "a free seat takes the next request", size=SMALL)
     base = _draw_queue(drawing, Box(box.x, box.bottom + 3, box.width, QUEUE), curve, state, across)
     if curve.name == "static" and curve.ceiling:
-        words = f"full batches use {share(curve.ceiling)} of seats"
+        words = f"a full batch uses {curve.ceiling:.2f} of its seats"
         place = box.right, box.y - 8 if wide else base + 14
         with drawing.answer():
             drawing.text(place, words, size=SMALL, colour=PURPLE, bold=True, anchor="end")
     for frame, end in enumerate(frame_ends(across)):  # hide what is still to come
         x, right = pixels(box, across, end, across.high)
         drawing.rect(Box(x, box.y, right - x, base - box.y), CARD, at=f"{frame} {frame}")
-    return base + (25 + 10 * (curve is state.curves[0]) if wide else 40)
+    return base + 40
 
 
 def _draw_outcome(drawing: Drawing, y: float, curve: Curve, state: State) -> None:
@@ -166,11 +166,15 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
 
 
 def _draw_walls(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Shade each policy's loads from which its queue grows, and write them above."""
-    end, y = axes.box.right, axes.box.y - 8
+    """Tint where only one policy's queue grows, hatch where every policy's does, and write both loads above."""
+    end, y, higher = axes.box.right, axes.box.y - 8, 0.0
     for load, policy in sorted(((curve.ceiling, curve.name) for curve in curves if curve.ceiling), reverse=True):
         words = f"{policy}: queue grows from {load:.2g}" if policy == "static" else f"{policy}: from {load:.2g}"
-        axes.shade(load, None, words)
+        if higher:
+            axes.tint(load, higher, words, COLOURS[policy])
+        else:
+            axes.shade(load, None, words)
         x = min(axes.at(load, 1)[0], end - BOLD * text_width(words, SMALL))
         axes.drawing.text((x, y), words, size=SMALL, bold=True, colour=COLOURS[policy])
         end, y = (x - 10, y) if axes.drawing.width >= WIDE else (end, y - 15)
+        higher = load

@@ -11,12 +11,12 @@ from minivllm_lab.pictures.drawing import text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.kv_cache.state import CONTEXTS, State
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
-from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, text_box, without_room
+from widgets.shell.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar, without_room
 from widgets.shell.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
 POOL, LEAST_SLOT, APART = 128, 6, 7
 """Pixels of height of the KV cache's slots, and of a slot, and between the last slot and what is left over."""
-LEFT_OVER, UNUSED = "left over: too short for a request", "reserved, never used"
+LEFT_OVER = "left over: too short for a request"
 
 
 def draw(state: State, width: float, pinned: State | None, words: str) -> str:
@@ -78,12 +78,12 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> None:
     drawn = max(len(state.lengths), 1)
     fill = "fills" if state.slots == 1 else "fill"
     y = drawing.heading((box.x, box.y + 20), f"{counted(state.slots, 'request')} {fill} the KV cache")
-    key = f"each reserves {state.max_model_len:,}" + (f" ({drawn} drawn)" if drawn < state.slots else "")
+    key = "reserved, never used" + (f" ({drawn} drawn)" if drawn < state.slots else "")
     keys = [Segment(key, 0, RESERVED), Segment("tokens it ever holds", 0, HELD)]
     beside, room = drawing.words[-1].right + 16, sum(text_width(key.label, SMALL) + 34 for key in keys) - 16
     place = (beside, y) if beside + room < box.right else (box.x, y + 20)
     y = legend(drawing, place, keys, box.width) + 13
-    drawing.number((box.x, y), percent(state.held, 1), "ever holds a token", BLUE)
+    drawing.number((box.x, y), percent(state.held, 1), "of the cache ever holds a token", BLUE)
     pool = Box(box.x, y + 11, box.width, box.bottom - y - 11)
     hidden_note(drawing, pool)
     rest = state.tokens - state.slots * state.max_model_len
@@ -102,14 +102,6 @@ def _draw_slots(drawing: Drawing, state: State, box: Box) -> None:
             tip = f"Request {index + 1} holds {length:,} of its {state.max_model_len:,} tokens"
             drawing.rect(part, "transparent", tip=tip)
             drawing.rect(replace(part, width=length / state.max_model_len * part.width), HELD, tip=tip)
-    if columns == 1 and state.lengths:
-        row = state.lengths.index(min(state.lengths))
-        baseline = slot.right - 8, slot.y + row * high + slot.height / 2 + 4
-        place, around = text_box(baseline, UNUSED, SMALL, "end"), state.lengths[max(0, row - 1) : row + 2]
-        if slot.x + max(around) / state.max_model_len * slot.width < place.x:
-            with drawing.answer():
-                drawing.rect(place, RESERVED)
-                drawing.text(baseline, UNUSED, size=SMALL, anchor="end")
     if drawn == state.slots and rest:
         part = replace(slot, y=slot.y + rows * high + APART, width=rest / state.max_model_len * slot.width)
         drawing.rect(part, CARD, stroke=MID, dash="3 3", tip=f"{rest:,} tokens, which no request can use")

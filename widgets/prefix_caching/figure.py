@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from minivllm_lab.optimization_catalog.prefix_reuse import SHARED, Reuse
@@ -12,11 +13,12 @@ from minivllm_lab.pictures.drawing import QUIET, RULE, number, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, PURPLE, VERMILLION
 from widgets.prefix_caching.state import POOLS, USERS, State, milliseconds
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note, percent, tokens
+from widgets.shell.strip import draw_title
 from widgets.shell.svg import BOLD, HEADING, SMALL, Box, Drawing, Segment, legend
 from widgets.shell.theme import BROKEN, CARD, MISSED, PINNED, RAMP
 
 GUTTER = 40
-ROW, STRIP = 18, 156
+ROW, STRIP = 18, 148
 """Heights in pixels of a row of the map, and of the strip."""
 MOST_PIECES = 200
 """The number of pieces into which the strip's bars are cut, so that they grow as the drawing
@@ -54,33 +56,32 @@ def _of_cell(state: State, users: int, pool: int, cell: Reuse) -> str:
 def _draw_map(drawing: Drawing, state: State, top: float, pinned: State | None) -> float:
     """Draw the map with its title and axes; return the y below."""
     late = f"p95 time to first token above {state.target * 1e3:g} ms"
-    y, row = drawing.heading((MARGIN, top), "Hit rate, %"), ROW if drawing.width >= WIDE else 24
+    keys = [Segment(f"too slow: first token over {state.target * 1e3:g} ms", 0, BROKEN, hatched=True)]
+    y, row = draw_title(drawing, "Hit rate, %", keys, top), ROW if drawing.width >= WIDE else 24
     plane = Box(MARGIN + GUTTER, y + 12, drawing.width - 2 * MARGIN - GUTTER, row * len(USERS))
-    axes = Axes(drawing, plane, ACROSS, UP)
-    axes.here(MIDDLES[state.pool], "pool")  # under the cells, so that their tooltips work
-    drawing.rect(plane, CARD, stroke=RULE)
+    axes = Axes(drawing, replace(plane, height=plane.height + 9), ACROSS, UP)
     axes.frame("KV cache, tokens", "", x_ticks=[*TICKS], x_format=TICKS.__getitem__, y_ticks=())
-    boxes = {place: _cell_box(axes, *place) for place in state.cells}
+    axes.here(MIDDLES[state.pool], "pool", line=False)  # under the cells, so that their tooltips work
+    drawing.rect(plane, CARD, stroke=RULE)
+    boxes = {place: _cell_box(plane, *place) for place in state.cells}
     for place, box in boxes.items():
         with drawing.layer(answer="1" if _is_hidden(state, *place) else ""):
             _draw_cell(drawing, state, place, box)
     if pinned:
         with drawing.layer(group="pinned"):
-            for start, end in _borders(pinned, {place: _cell_box(axes, *place) for place in pinned.cells}):
+            for start, end in _borders(pinned, {place: _cell_box(plane, *place) for place in pinned.cells}):
                 drawing.line(start, end, PINNED, width=2, dash="5 4")
     with drawing.layer(broken=late), drawing.answer():
-        _draw_late(drawing, state, boxes)
         for start, end in _borders(state, boxes):
             drawing.line(start, end, VERMILLION, width=2.5)
     here = boxes[state.users, state.pool]
     corners = [(here.x, here.y), (here.right, here.y), (here.right, here.bottom), (here.x, here.bottom)]
     drawing.polyline([*corners, corners[0], corners[1]], INK, width=2.5)
-    drawing.circle((here.x + here.width / 2, plane.bottom + 2), 6, INK)
     for users in USERS:
-        place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - row / 2 + 4)
+        place = (plane.x - 7, _cell_box(plane, users, POOLS[0]).bottom - row / 2 + 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
-    return plane.bottom + 44
+    return axes.box.bottom + 44
 
 
 def _is_hidden(state: State, users: int, pool: int) -> bool:
@@ -90,9 +91,9 @@ def _is_hidden(state: State, users: int, pool: int) -> bool:
     return pool <= max(state.pool, state.kind.kept(users, state.load.turns, state.load.prefix))
 
 
-def _cell_box(axes: Axes, users: int, pool: int) -> Box:
-    wide, high = axes.box.width / len(POOLS), axes.box.height / len(USERS)
-    return Box(axes.box.x + POOLS.index(pool) * wide, axes.box.bottom - (USERS.index(users) + 1) * high, wide, high)
+def _cell_box(plane: Box, users: int, pool: int) -> Box:
+    wide, high = plane.width / len(POOLS), plane.height / len(USERS)
+    return Box(plane.x + POOLS.index(pool) * wide, plane.bottom - (USERS.index(users) + 1) * high, wide, high)
 
 
 def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box) -> None:
@@ -103,20 +104,9 @@ def _draw_cell(drawing: Drawing, state: State, place: tuple[int, int], box: Box)
     drawing.rect(box, fill, stroke=CARD, tip=_of_cell(state, *place, cell))
     if missed:
         drawing.hatch(box, MISSED, gap=12)
-    words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %") * (mine or not missed)
+    words = "✕ " * any(cell.wrong) + percent(cell.hit_rate).removesuffix(" %")
     at, colour = (box.x + box.width / 2, box.y + box.height / 2 + 4), INK if mine else QUIET
     drawing.text(at, words, size=SMALL, colour=colour, anchor="middle", bold=mine, halo=fill)
-
-
-def _draw_late(drawing: Drawing, state: State, boxes: dict[tuple[int, int], Box]) -> None:
-    """Say that the hatched cells are too slow, in the highest row with two of them and no numbers."""
-    for users in USERS[::-1]:
-        row = [(users, pool) for pool in POOLS if (users, pool) in boxes]
-        late = [boxes[place] for place in row if state.missed(state.cells[place])]
-        if users != state.users and late[1:]:
-            place = late[0].x + 8, late[0].y + late[0].height / 2 + 4
-            drawing.text(place, "too slow", size=SMALL, bold=True, colour=VERMILLION, halo=BROKEN)
-            return
 
 
 def _borders(state: State, boxes: dict[tuple[int, int], Box]) -> Iterator[tuple[tuple[float, float], ...]]:

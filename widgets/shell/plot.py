@@ -303,18 +303,17 @@ class Axes:
         for x in edges:
             self.drawing.line((x, area.y), (x, area.bottom), colour=VERMILLION, width=2)
 
-    def tint(self, low: float | None, high: float | None, words: str, colour: str, tip: str = "") -> None:
-        """Shade a region where the system runs but at a loss, in a colour of its own, and write why."""
+    def tint(self, low: float | None, high: float | None, words: str, colour: str) -> None:
+        """Shade a region where the system runs but at a loss, in a colour of its own, with words attached to it."""
         area = self._region(low, high)
         if area.width <= 0:
             return
         self._grounds.append((area, ""))
         with self.drawing.layer(broken=words):
-            self.drawing.rect(area, colour, opacity=0.16, tip=tip)
+            self.drawing.rect(area, colour, opacity=0.16)
         for x in (low, high):
             if x is not None:
                 self.mark_x(x, colour)
-        self.explain(low, high, words, colour)
 
     def explain(self, low: float | None, high: float | None, words: str, colour: str = VERMILLION) -> None:
         """Write words about a region inside it or, if there is no room, beside it with an arrow."""

@@ -115,7 +115,7 @@ def test_the_right_guess_is_where_the_queue_begins_to_grow_and_the_share_of_the_
     assert continuous == 1
     picture = " ".join(ET.fromstring(widget.figure(state)).itertext())
     assert f"static: queue grows from {static:.2f}" in picture
-    assert f"full batches use {static:.0%}".replace("%", " %") in picture
+    assert f"a full batch uses {static:.2f} of its seats" in picture
     outputs = runs.experiment(8, 1.0, 1.0).outputs
     longest = statistics.mean(max(outputs[index : index + 8]) for index in range(0, 400, 8))
     assert f"{longest / statistics.mean(outputs):.1f} times" in widget.GUESS.question
