@@ -44,7 +44,7 @@ BUDGETS = {
     "widgets": 10_000,
     "benchmarks": 4_470,
     "the exercises": 4_330,
-    "tests": 31_960,
+    "tests": 31_980,
     "tools": 4_920,
     "the spine": 3_320,
 }
