@@ -51,7 +51,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
         axes.shade(*span, why := late_words(state, span))
         axes.explain(*span, why.split(":")[0])
         if any(pool >= (span[1] or math.inf) and not state.causes(pool) for pool in pools):
-            axes.explain(span[1], None, "pool suffices", GREEN)
+            axes.explain(span[1], None, "suffices on average", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -69,7 +69,8 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
         with drawing.answer():
             if point.recomputed:
                 each = point.recomputed / point.preemptions
-                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average ="
+                total = float(f"{point.recomputed:.3g}")
+                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average = {total:,.0f}:"
                 drawing.text((MARGIN, box.y - 38), words, size=SMALL)
             axes.points([state.pool], [here], colour, radius=6)
             axes.tips(pools, lambda pool: _tip(state, pool))
@@ -79,12 +80,8 @@ def late_words(state: State, span: Span) -> str:
     """Explain why requests take too long in a region, by the cause at the handle if it is inside, and
     at the region's edge otherwise.
     """
-    low, high = span
-    inside = [pool for pool in state.run if (low or 0) <= pool < (high or math.inf)]
-    if not inside:
-        return ""
-    nearest = state.pool if state.pool in inside else max(inside) if high is not None else min(inside)
-    return cause_words(state, state.cause(nearest), nearest)
+    nearest = state.nearest(span)
+    return "" if nearest is None else cause_words(state, state.cause(nearest), nearest)
 
 
 def cause_words(state: State, cause: str, pool: int) -> str:

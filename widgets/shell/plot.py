@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
@@ -271,22 +271,23 @@ class Axes:
         shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
         self.drawing.last(lambda: self._put(shown if text else [], colour, bold=False), MARKS)
 
-    def broken(self, low: float | None, high: float | None, words: str, top: float | None = None) -> None:
-        """Shade the values from `low` to `high` of the swept axis, where the system breaks, up to `top`
-        of the other axis; None stands for an end of the axis.
+    def broken(self, low: float | None, high: float | None, words: str) -> None:
+        """Shade the values from `low` to `high` of the swept axis, where the system breaks; None stands for
+        an end of the axis.
 
         `words` name the cause and the service level that is missed. Nothing is drawn if no value of
         the axis is broken. Call it before drawing the curves.
         """
-        self.shade(low, high, words, top)
+        self.shade(low, high, words)
         self.explain(low, high, words)
 
-    def shade(self, low: float | None, high: float | None, words: str = "", top: float | None = None) -> None:
-        """Shade a broken region without writing the words, which are only attached to it."""
+    def shade(self, low: float | None, high: float | None, words: str = "", above: float | None = None) -> None:
+        """Shade a broken region, perhaps only above a value, without writing the words, which are only attached
+        to it.
+        """
         area = self._region(low, high)
-        if top is not None:
-            height = self.at(self.x.low, top)[1]
-            area = Box(area.x, height, area.width, area.bottom - height)
+        if above is not None:
+            area = replace(area, height=self.at(self.x.low, above)[1] - area.y)
         if area.width <= 0:
             return
         with self.drawing.layer(broken=words):
@@ -302,19 +303,6 @@ class Axes:
     def _draw_edges(self, area: Box, edges: Sequence[float]) -> None:
         for x in edges:
             self.drawing.line((x, area.y), (x, area.bottom), colour=VERMILLION, width=2)
-
-    def tint(self, low: float | None, high: float | None, words: str, colour: str, tip: str = "") -> None:
-        """Shade a region where the system runs but at a loss, in a colour of its own, and write why."""
-        area = self._region(low, high)
-        if area.width <= 0:
-            return
-        self._grounds.append((area, ""))
-        with self.drawing.layer(broken=words):
-            self.drawing.rect(area, colour, opacity=0.16, tip=tip)
-        for x in (low, high):
-            if x is not None:
-                self.mark_x(x, colour)
-        self.explain(low, high, words, colour)
 
     def explain(self, low: float | None, high: float | None, words: str, colour: str = VERMILLION) -> None:
         """Write words about a region inside it or, if there is no room, beside it with an arrow."""
