@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from minivllm_lab.pictures.drawing import ink_on, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
-from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, State
 from widgets.multi_lora.strip import draw_strip
@@ -87,13 +86,16 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
-            axes.shade(*span, words := late_words(state, span))
+            nearest = state.nearest(span)
+            words = "" if nearest is None else cause_words(state, state.cause(nearest), nearest)
+            axes.shade(*span, words)
             axes.explain(*span, words.split(":")[0])
             if span[0] is None and state.missing:
                 why = f"{state.wanted:.0f} adapters in use on average"
                 axes.explain(span[1], None, f"{state.slots + state.missing} slots are enough: {why}", GREEN)
     for span in state.stopped:
-        axes.shade(*span, words := "no memory left" if span[0] else "does not start")
+        axes.shade(*span, "does not start")
+        words = "no memory left" if span[0] else "does not start"
         place = axes.box.right, axes.box.y - 6
         axes.drawing.text(place, f"{words} ↓", size=SMALL, colour=VERMILLION, anchor="end", bold=True)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
@@ -117,14 +119,6 @@ def _draw_here(axes: Axes, state: State) -> None:
     words = f"to first token for {percent(CLIENTS)}{', in the long run' if later else ' of requests'}"
     axes.drawing.number((MARGIN, axes.box.y - 28), number, words, colour)
     axes.points([state.slots], [wait], colour, radius=6)
-
-
-def late_words(state: State, span: Span) -> str:
-    """Explain why clients wait in a region, by the cause at the handle if it is inside, and at the
-    region's edge otherwise.
-    """
-    nearest = state.nearest(span)
-    return "" if nearest is None else cause_words(state, state.cause(nearest), nearest)
 
 
 def cause_words(state: State, cause: str, slots: int) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, repeat
-from operator import itemgetter
 from typing import TypeVar
 
 from minivllm_lab.pictures.drawing import ink_on, wrapped
@@ -51,12 +50,11 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     if not state.missing:
         return bottom
     with drawing.answer():
-        return max(bottom, _draw_missing(drawing, (right + 10, gate) if beside else (LEFT, bottom), state.missing))
+        return max(bottom, _draw_missing(drawing, *((right + 10, gate) if beside else (LEFT, bottom)), state.missing))
 
 
-def _draw_missing(drawing: Drawing, place: tuple[float, float], missing: int) -> float:
+def _draw_missing(drawing: Drawing, x: float, y: float, missing: int) -> float:
     """Outline the slots that are missing, if they fit in a row, and count them; return the y below."""
-    x, y = place
     drawing.text((x, y + 20), f"{missing} more would do", size=SMALL, colour=GREEN)
     if x + missing * (WIDE + GAP) - GAP > drawing.width - MARGIN:
         return y + 20
@@ -75,7 +73,7 @@ def _scene(moment: Moment, time: float, growing: str) -> tuple[str, list[Shown],
     """Return the words and boxes of the queue and of the slots at a time, in seconds."""
     many, colours = len(moment.held_for), {None: IDLE} | dict.fromkeys(moment.in_use, SKY)
     queue = f"after {time:.1f} s, {many or 'no request'} wait{'s' * (many < 2)}{growing * bool(many)}"
-    most, times = max(Counter(moment.held_for).items(), key=itemgetter(1), default=(None, 0))
+    most, times = next(iter(Counter(moment.held_for).most_common(1)), (None, 0))
     if times > 1:
         queue += f"; the {times} for adapter {most} could share a slot"
     slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} used"

@@ -23,7 +23,6 @@ NAMES, GAUGE, HIGH, ABOVE = 58, 46, 168, 66
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
-Ends = tuple[float, float]
 CYCLE = [RUNS, OUT, AGAIN, RUNS]
 
 
@@ -83,13 +82,13 @@ def _clearest(lives: Sequence[Sequence[Held]]) -> Sequence[Held]:
     if not cycles:
         return max(lives, key=len)[:1]
     average = fmean(cycle[0].high for cycle in cycles)
-    return min(filter(_clear, cycles), default=cycles[0], key=lambda cycle: abs(cycle[0].high - average))
+    return min(cycles, key=lambda cycle: (_unclear(cycle), abs(cycle[0].high - average)))
 
 
-def _clear(cycle: Sequence[Held]) -> bool:
-    """Return whether the periods before the way back are at least as long as it, and the wait not too much longer."""
+def _unclear(cycle: Sequence[Held]) -> bool:
+    """Return whether a period before the way back is shorter than it, or the wait much longer."""
     before, wait, back, _ = (held.span.end - held.span.start for held in cycle)
-    return min(before, wait) >= back and wait <= 3 * back
+    return not back <= min(before, wait) <= wait <= 3 * back
 
 
 def _holders(lives: Sequence[Sequence[Held]], shown: int, moment: float) -> list[tuple[float, bool]]:

@@ -252,12 +252,6 @@ class Axes:
         for x, y in zip(xs, ys, strict=True):
             self.drawing.circle(self.at(x, y), radius, colour)
 
-    def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
-        """Draw a dashed vertical line at `value`."""
-        across = self.at(value, self.y.low)[0]
-        self._note([(across, self.box.y), (across, self.box.bottom)], LEVEL_STRIDE)
-        self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
-
     def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3") -> None:
         """Draw a dashed horizontal line at `value`, with text above or below it where there is room."""
         height = self.at(self.x.low, value)[1]
@@ -447,8 +441,10 @@ class Axes:
     def pinned(self, xs: Sequence[float], ys: Sequence[float], here: float) -> None:
         """Draw the pinned state's curve and handle, thin and dashed, behind the current ones."""
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
-        self.mark_x(here, PINNED, dash="2 4")
-        self.drawing.circle((self.at(here, self.y.low)[0], self.box.bottom), 5, PINNED)
+        top, bottom = self.at(here, self.y.high), self.at(here, self.y.low)
+        self._note([top, bottom], LEVEL_STRIDE)
+        self.drawing.line(top, bottom, colour=PINNED, dash="2 4", width=1.5)
+        self.drawing.circle(bottom, 5, PINNED)
 
     def _clipped(self, draw: Callable[[], None]) -> None:
         """Draw inside a nested `<svg>`, which clips without the id that a clip path would need."""
