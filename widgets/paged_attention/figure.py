@@ -86,11 +86,11 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
         for part, dash in ((slice(1, least + 1), "2 6"), (slice(least, None), "")):  # blocks of 1 have no empty slot
             axes.line(sizes[part], empty[part], ORANGE, width=3, dash=dash, tips=tips[part])
         best = axes.at(state.valley, state.empty[state.valley])
-        clear = state.block_size if state.valley < state.block_size <= 4 * state.valley else state.valley
+        clear = state.block_size if state.valley < state.block_size <= 2 * state.valley else state.valley
         start = axes.at(clear, 1)[0] + 8, min(best[1] + 26, axes.box.bottom - 8)
         drawing.line(best, start, GREEN, width=1.5)
         words = "smallest allowed" if state.valley == SMALLEST else "least waste"
-        drawing.text((start[0] + 2, start[1] + 4), words, size=SMALL, colour=GREEN, bold=True)
+        drawing.text((start[0] + 2, start[1] + 4), words, size=SMALL, colour=GREEN, bold=True, halo=True)
         drawing.last(lambda: drawing.circle(best, 6.5, GREEN))
         axes.points([state.block_size], [max(share, axes.y.low)], ORANGE, radius=6)
 
