@@ -133,7 +133,7 @@ def test_a_curve_that_leaves_its_axes_is_clipped_and_its_points_carry_tips():
 def test_frame_and_marks_write_their_words():
     drawing, axes = plot(Box(40, 30, 300, 200), Scale(0, 100), Scale(0, 10))
     axes.frame("time, s", "requests")
-    axes.mark_x(50)
+    axes.pinned([0, 100], [1, 1], 50)
     axes.mark_y(5, "half")
     texts = {text.text for text in rendered(drawing).iter(f"{SVG}text")}
     assert {"time, s", "requests", "0", "100", "10", "half"} <= texts

@@ -4,11 +4,8 @@ and what adapters cost.
 
 from __future__ import annotations
 
-import math
-
 from minivllm_lab.pictures.drawing import ink_on, text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
-from minivllm_simulate.load_sweep import Span
 from widgets.multi_lora.runs import ANSWER, PROMPT
 from widgets.multi_lora.state import CLIENTS, SLOTS, State
 from widgets.multi_lora.strip import draw_strip
@@ -44,8 +41,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """
     drawing = Drawing(width, 0, "Many adapters, few slots", f"Waiting times against the slots, now {state.slots}")
     serving = state.serving
-    note = f"{serving.load:g} requests a second for {counted(serving.adapters, 'adapter')}"
-    note += "; adapter 1 is the most popular" * bool(serving.skew and serving.adapters > 1) + "; modelled"
+    note = f"{serving.load:g} requests a second for {counted(serving.adapters, 'adapter')}; modelled"
     y = draw_strip(drawing, state, _draw_head(drawing, state, "The queue and the LoRA slots", note) + 14) + 60
     waits = Box(64, y, width - 64 - MARGIN, 366 - y if width >= WIDE else 180)
     memory = Box(waits.x, waits.bottom + 10, waits.width, 42)
@@ -90,13 +86,16 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     axes.frame("", "", x_ticks=(), y_ticks=axes.y.powers()[::2], y_format=seconds)
     with axes.drawing.answer():
         for span in state.late:
-            axes.shade(*span, words := late_words(state, span))
+            nearest = state.nearest(span)
+            words = "" if nearest is None else cause_words(state, state.cause(nearest), nearest)
+            axes.shade(*span, words)
             axes.explain(*span, words.split(":")[0])
-            if span[0] is None and state.slots < (span[1] or 0) < state.run[-1]:
+            if span[0] is None and state.missing:
                 why = f"{state.wanted:.0f} adapters in use on average"
-                axes.explain(span[1], None, f"{math.ceil(span[1] or 0)} slots are enough: {why}", GREEN)
+                axes.explain(span[1], None, f"{state.slots + state.missing} slots are enough: {why}", GREEN)
     for span in state.stopped:
-        axes.shade(*span, words := "does not start")
+        axes.shade(*span, "does not start")
+        words = "no memory left" if span[0] else "does not start"
         place = axes.box.right, axes.box.y - 6
         axes.drawing.text(place, f"{words} ↓", size=SMALL, colour=VERMILLION, anchor="end", bold=True)
     axes.mark_y(state.ttft, f"limit: {seconds(state.ttft)}", GREEN)
@@ -120,17 +119,6 @@ def _draw_here(axes: Axes, state: State) -> None:
     words = f"to first token for {percent(CLIENTS)}{', in the long run' if later else ' of requests'}"
     axes.drawing.number((MARGIN, axes.box.y - 28), number, words, colour)
     axes.points([state.slots], [wait], colour, radius=6)
-
-
-def late_words(state: State, span: Span) -> str:
-    """Explain why clients wait in a region, by the cause at the handle if it is inside, and at the
-    region's edge otherwise.
-    """
-    inside = [slots for slots in state.run if (span[0] or 0) <= slots < (span[1] or math.inf)]
-    if not inside:
-        return ""
-    nearest = state.slots if state.slots in inside else inside[-1] if span[1] is not None else inside[0]
-    return cause_words(state, state.cause(nearest), nearest)
 
 
 def cause_words(state: State, cause: str, slots: int) -> str:
@@ -159,11 +147,10 @@ def _draw_memory(axes: Axes, state: State) -> None:
         axes.shade(*span)
     axes.also_here(state.slots)
     if point := state.points.get(state.slots):
-        words = f"{percent(1 - point.cache_used)} free"
+        words = f"KV cache: {percent(point.cache_used)} in use"
         wide, here = BOLD * text_width(words, SMALL), axes.at(state.slots, 0)[0]
-        x = here + 8 if here + wide + 48 < axes.at(most, 0)[0] else max(box.x, here - wide - 16) + 8
+        x = here + 8 if here + wide + 12 < axes.at(most, 0)[0] else max(box.x, here - wide - 16) + 8
         drawing.text((x, box.y + 17), words, size=SMALL, bold=True, halo=IDLE)
-        drawing.text((box.x + 8 if x > box.x + 80 else x + wide + 12, box.y + 17), "KV cache", size=SMALL)
 
 
 # ---- what adapters cost
@@ -194,6 +181,9 @@ def _draw_steps(drawing: Drawing, state: State, y: float) -> float:
             x = left + base * wide + piece * each
             drawing.rect(Box(x + 1, y - 16, each - 1, high), colour, tip=seconds(total - base))
         drawing.text((left + total * wide + 7, y + 1), seconds(total), size=SMALL, bold=True)
+    if count > 1:
+        y += 26
+        drawing.text((left + base * wide, y), f"each as long as all {count}", size=SMALL, colour=ORANGE)
     return y
 
 

@@ -4,6 +4,7 @@ long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,12 @@ class State(SweptState[Point]):
         `distinct_adapters`.
         """
         return distinct_adapters(self.serving.shares, self.serving.at_once)
+
+    @property
+    def missing(self) -> int:
+        """Return how many more slots would be enough, or 0 if these are or none are."""
+        edges = [high for low, high in self.late if low is None and high and self.slots < high < self.run[-1]]
+        return math.ceil(edges[0]) - self.slots if edges else 0
 
     @property
     def batch(self) -> int:

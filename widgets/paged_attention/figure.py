@@ -14,7 +14,7 @@ from minivllm_lab.pictures.drawing import text_width
 from minivllm_lab.pictures.palette import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILLION
 from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, counted, hidden_note
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, Segment, legend
-from widgets.shell.theme import BROKEN, CARD, IDLE, RAMP, RESERVED, WORDS
+from widgets.shell.theme import CARD, IDLE, RAMP, RESERVED, WORDS
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
@@ -66,8 +66,7 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     taken = [size for size in sizes if size >= SMALLEST and state.extra[size] > axes.y.low]
     extra = [state.extra[size] for size in taken]
     drawing.number((MARGIN, axes.box.y - 12), percent(share), "of held slots are empty on average", ORANGE)
-    with drawing.layer(broken="More is wasted than allowed"):
-        drawing.rect(replace(axes.box, height=axes.at(1, state.allowed)[1] - axes.box.y), BROKEN)
+    axes.shade(SMALLEST, None, words := "too much waste", above=state.allowed)
     axes.broken(None, SMALLEST, f"no kernel takes fewer than {SMALLEST}")
     axes.frame("slots in a block", "", x_ticks=sizes, x_format="{:g}".format, y_ticks=(0.01, 0.1, 1), y_format=percent)
     if pinned:
@@ -75,7 +74,10 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
     with drawing.layer(tip=MODELLED):
         axes.line(taken, extra, PURPLE, width=1.5)
         axes.name(taken[1:], extra[1:], "look-up bytes", PURPLE)
-    axes.mark_y(state.allowed, f"limit: {percent(state.allowed)}")
+    axes.mark_y(state.allowed, "")
+    end, limit = axes.at(sizes[-1], state.allowed)
+    axes.label((end + 4, limit - 2), f"limit: {percent(state.allowed)}", bold=False)
+    axes.label((end + 4, limit - 26), words, VERMILLION)
     hidden_note(drawing, Box(axes.box.x + axes.box.width / 2, axes.box.y, axes.box.width / 2, axes.box.height))
     axes.here(state.block_size, "block_size")
     with drawing.answer():
@@ -84,8 +86,11 @@ def _wastes(axes: Axes, state: State, pinned: State | None) -> None:
         for part, dash in ((slice(1, least + 1), "2 6"), (slice(least, None), "")):  # blocks of 1 have no empty slot
             axes.line(sizes[part], empty[part], ORANGE, width=3, dash=dash, tips=tips[part])
         best = axes.at(state.valley, state.empty[state.valley])
-        clear = state.block_size if state.valley < state.block_size <= 4 * state.valley else state.valley
-        axes.label((axes.at(clear, 1)[0], best[1]), f"{state.valley}: least waste", GREEN)  # not across the handle
+        clear = state.block_size if state.valley < state.block_size <= 2 * state.valley else state.valley
+        start = axes.at(clear, 1)[0] + 8, min(best[1] + 26, axes.box.bottom - 8)
+        drawing.line(best, start, GREEN, width=1.5)
+        words = "smallest allowed" if state.valley == SMALLEST else "least waste"
+        drawing.text((start[0] + 2, start[1] + 4), words, size=SMALL, colour=GREEN, bold=True, halo=True)
         drawing.last(lambda: drawing.circle(best, 6.5, GREEN))
         axes.points([state.block_size], [max(share, axes.y.low)], ORANGE, radius=6)
 
@@ -103,7 +108,7 @@ def _pool(drawing: Drawing, state: State, width: float) -> float:
     note = f"{counted(state.samples, 'answer')} a request{shorter}"
     y = drawing.heading((MARGIN, 22), title, note) + 22
     keys = [Segment("token", 0, BLUE), Segment("empty", 0, ORANGE), Segment("free", 0, IDLE, outlined=True)]
-    keys += [Segment("shared prompt", 0, SHARED)] * (state.samples > 1)
+    keys += [Segment("shared: full prompt blocks", 0, SHARED)] * (state.samples > 1)
     y = legend(drawing, (MARGIN, y), keys, room) - 6
     followed = list(_followed(play.frames))
     wide, top = room / (play.num_blocks - 1), y + ENTRY + REACH

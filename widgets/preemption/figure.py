@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from minivllm_lab.pictures.palette import GREEN, ORANGE, PURPLE
-from minivllm_simulate.load_sweep import Span
 from widgets.preemption.pool import draw_pool
 from widgets.preemption.state import POOLS, SHARE, State
 from widgets.shell.plot import MARGIN, Axes, Scale, counted, hidden_note, modelled, percent, seconds, tokens
@@ -13,8 +12,6 @@ from widgets.shell.svg import SMALL, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
-HIGH = 104
-"""The pixels of a plot's height."""
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -27,7 +24,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     note = f"{serving.name} on one {serving.gpu.name}; victim: {victim}; modelled"
     with drawing.layer(tip=modelled(state.error)):
         y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), title) + 18), note, width - 2 * MARGIN)
-    loss = Box(60, draw_pool(drawing, state, y + 32) + 64, width - MARGIN - 60, HIGH)
+    loss = Box(60, draw_pool(drawing, state, y + 32) + 64, width - MARGIN - 60, 104)
     _draw_loss(drawing, loss, state, pinned)
     drawing.height = loss.bottom + 44
     return drawing.render()
@@ -48,10 +45,12 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     )
     axes.frame("tokens in the pool", "", x_ticks=TICKS, x_format=tokens, y_ticks=(0, axes.y.high), y_format=percent)
     for span in state.late:
-        axes.shade(*span, why := late_words(state, span))
+        nearest = state.nearest(span)
+        why = "" if nearest is None else cause_words(state, state.cause(nearest), nearest)
+        axes.shade(*span, why)
         axes.explain(*span, why.split(":")[0])
         if any(pool >= (span[1] or math.inf) and not state.causes(pool) for pool in pools):
-            axes.explain(span[1], None, "pool suffices", GREEN)
+            axes.explain(span[1], None, "suffices on average", GREEN)
     for span in state.stopped:
         inside = [pool for pool in state.refusals if (span[0] or 0) <= pool < (span[1] or math.inf)]
         axes.shade(*span, f"does not start: {state.refusals[inside[0]]}")
@@ -64,27 +63,15 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
     hidden_note(drawing, box)
     if state.pool in pools:
         point = state.points[state.pool]
-        here = point.lost
-        drawing.number((MARGIN, box.y - 12), percent(here), words, colour)
+        drawing.number((MARGIN, box.y - 12), percent(point.lost), words, colour)
         with drawing.answer():
             if point.recomputed:
                 each = point.recomputed / point.preemptions
-                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average ="
+                total = float(f"{point.recomputed:.3g}")
+                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average = {total:,.0f}:"
                 drawing.text((MARGIN, box.y - 38), words, size=SMALL)
-            axes.points([state.pool], [here], colour, radius=6)
+            axes.points([state.pool], [point.lost], colour, radius=6)
             axes.tips(pools, lambda pool: _tip(state, pool))
-
-
-def late_words(state: State, span: Span) -> str:
-    """Explain why requests take too long in a region, by the cause at the handle if it is inside, and
-    at the region's edge otherwise.
-    """
-    low, high = span
-    inside = [pool for pool in state.run if (low or 0) <= pool < (high or math.inf)]
-    if not inside:
-        return ""
-    nearest = state.pool if state.pool in inside else max(inside) if high is not None else min(inside)
-    return cause_words(state, state.cause(nearest), nearest)
 
 
 def cause_words(state: State, cause: str, pool: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from minivllm_lab.pictures.drawing import ink_on, number, text_width
@@ -22,7 +23,6 @@ NAMES, GAUGE, HIGH, ABOVE = 58, 46, 168, 66
 """Pixels left of the pool for its names, the pool's width and height, and the room for words above
 the curve.
 """
-Ends = tuple[float, float]
 CYCLE = [RUNS, OUT, AGAIN, RUNS]
 
 
@@ -74,16 +74,21 @@ def _lives(state: State, point: Point) -> list[list[Held]]:
 
 
 def _clearest(lives: Sequence[Sequence[Held]]) -> Sequence[Held]:
-    """Choose the cycle through preemption whose shortest period is the longest part of it, or a request's
-    first period if there is no cycle.
+    """Choose the cycle through preemption that holds closest to the average, rather one whose periods all
+    show, or a request's first period if there is no cycle.
     """
     cycles = [life[at : at + 4] for life in lives for at in range(len(life) - 3)]
     cycles = [cycle for cycle in cycles if [held.span.kind for held in cycle] == CYCLE]
-    return max(cycles or [max(lives, key=len)[:1]], key=_clarity)
+    if not cycles:
+        return max(lives, key=len)[:1]
+    average = fmean(cycle[0].high for cycle in cycles)
+    return min(cycles, key=lambda cycle: (_unclear(cycle), abs(cycle[0].high - average)))
 
 
-def _clarity(cycle: Sequence[Held]) -> float:
-    return min(held.span.end - held.span.start for held in cycle) / (cycle[-1].span.end - cycle[0].span.start)
+def _unclear(cycle: Sequence[Held]) -> bool:
+    """Return whether a period before the way back is shorter than it, or the wait much longer."""
+    before, wait, back, _ = (held.span.end - held.span.start for held in cycle)
+    return not back <= min(before, wait) <= wait <= 3 * back
 
 
 def _holders(lives: Sequence[Sequence[Held]], shown: int, moment: float) -> list[tuple[float, bool]]:
@@ -109,7 +114,7 @@ def _draw_holders(drawing: Drawing, box: Box, panel: Box, full: Scale, holders: 
             funnel = [(box.right, top), (panel.x, panel.y), (panel.x, panel.bottom), (box.right, bottom)]
             drawing.polygon(funnel, RESERVED)
         drawing.rect(layer, BLUE, opacity=1 if shown else 0.4, tip=f"A request that holds {held:,.0f} tokens")
-        drawing.line((layer.x, top), (layer.right, top), CARD, width=0.7)
+        drawing.line((layer.x, top), (layer.right, top), BLUE if shown else CARD, width=0.7)
     drawing.text((box.right, box.bottom + 17), f"{len(holders)} running", size=SMALL, colour=BLUE, anchor="end")
 
 
@@ -146,7 +151,8 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
     colours = {OUT: PURPLE, AGAIN: PURPLE} if swaps else {AGAIN: ORANGE}
     box = Box(panel.x + 1, panel.y + ABOVE, panel.width - 1, panel.height - ABOVE)
     drawing.rect(panel, TINT)
-    across, most = _window(state, life), max(held.high for held in life)
+    across = _window(state, life)
+    most = max(held.at(min(held.span.end, across.high)) for held in life)
     for held in life:
         _draw_period(drawing, box, held, most, across, colours.get(held.span.kind, BLUE))
     drawing.line((box.x, box.bottom), (box.right, box.bottom), QUIET)
@@ -197,7 +203,7 @@ def _window(state: State, life: Sequence[Held]) -> Scale:
     return Scale(max(start, back - before), min(end, back + after))
 
 
-def _draw_period(drawing: Drawing, box: Box, held: Held, most: int, across: Scale, colour: str) -> None:
+def _draw_period(drawing: Drawing, box: Box, held: Held, most: float, across: Scale, colour: str) -> None:
     """Draw a period in pieces, one per frame, so that it grows over time."""
     span = held.span
     pixel = (across.high - across.low) / box.width

@@ -107,20 +107,16 @@ class Point:
 class _Watched(OpenEngine):
     """An engine that also records preemptions, repeated work and copies."""
 
-    def __init__(self, serving: Serving, pool: int, own: Victim | None, one_by_one: bool) -> None:
+    def __init__(self, serving: Serving, pool: int, own: Victim | None) -> None:
         self.swap = SwapSpace(BLOCK_SIZE)
         super().__init__(serving.work(), serving.scheduler(pool, own, self.swap), serving.cost)
         self.serving = serving
-        self.one_by_one = one_by_one
         self.began: dict[int, tuple[str, float]] = {}
         self.spans: list[Span] = []
         self.peak = 0
         self.computed = 0
         self.copied, self.copying = 0, 0.0
         self.start = 0.0
-
-    def steps_alike(self, running: Sequence) -> int:
-        return 1 if self.one_by_one else super().steps_alike(running)
 
     def request(self, index: int, spec: SimulatedRequest) -> Request:
         return super().request(index, replace(spec, priority=int(index % URGENT != 0)))
@@ -318,10 +314,9 @@ class Experiment:
     resumed.
     """
 
-    def __init__(self, serving: Serving, own: Victim | None, one_by_one: bool = False) -> None:
+    def __init__(self, serving: Serving, own: Victim | None) -> None:
         self.serving = serving
         self.own = own
-        self.one_by_one = one_by_one
         self.runs = Runs(self._run)
         """Results by the pool's tokens."""
         self.capacity = lru_cache(maxsize=64)(serving.capacity)
@@ -330,7 +325,7 @@ class Experiment:
     def _run(self, pool: int) -> Generator[None, None, Point]:
         if point := self._like_a_smaller_pool(pool):
             return point
-        run = _Watched(self.serving, pool, self.own, self.one_by_one).watched()
+        run = _Watched(self.serving, pool, self.own).watched()
         return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_pool(self, pool: int) -> Point | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
@@ -252,12 +252,6 @@ class Axes:
         for x, y in zip(xs, ys, strict=True):
             self.drawing.circle(self.at(x, y), radius, colour)
 
-    def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
-        """Draw a dashed vertical line at `value`."""
-        across = self.at(value, self.y.low)[0]
-        self._note([(across, self.box.y), (across, self.box.bottom)], LEVEL_STRIDE)
-        self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
-
     def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3") -> None:
         """Draw a dashed horizontal line at `value`, with text above or below it where there is room."""
         height = self.at(self.x.low, value)[1]
@@ -271,22 +265,23 @@ class Axes:
         shown = [place for place in places if place.box.bottom <= self.box.bottom and place.box.x >= self.box.x]
         self.drawing.last(lambda: self._put(shown if text else [], colour, bold=False), MARKS)
 
-    def broken(self, low: float | None, high: float | None, words: str, top: float | None = None) -> None:
-        """Shade the values from `low` to `high` of the swept axis, where the system breaks, up to `top`
-        of the other axis; None stands for an end of the axis.
+    def broken(self, low: float | None, high: float | None, words: str) -> None:
+        """Shade the values from `low` to `high` of the swept axis, where the system breaks; None stands for
+        an end of the axis.
 
         `words` name the cause and the service level that is missed. Nothing is drawn if no value of
         the axis is broken. Call it before drawing the curves.
         """
-        self.shade(low, high, words, top)
+        self.shade(low, high, words)
         self.explain(low, high, words)
 
-    def shade(self, low: float | None, high: float | None, words: str = "", top: float | None = None) -> None:
-        """Shade a broken region without writing the words, which are only attached to it."""
+    def shade(self, low: float | None, high: float | None, words: str = "", above: float | None = None) -> None:
+        """Shade a broken region, perhaps only above a value, without writing the words, which are only attached
+        to it.
+        """
         area = self._region(low, high)
-        if top is not None:
-            height = self.at(self.x.low, top)[1]
-            area = Box(area.x, height, area.width, area.bottom - height)
+        if above is not None:
+            area = replace(area, height=self.at(self.x.low, above)[1] - area.y)
         if area.width <= 0:
             return
         with self.drawing.layer(broken=words):
@@ -311,9 +306,11 @@ class Axes:
         self._grounds.append((area, ""))
         with self.drawing.layer(broken=words):
             self.drawing.rect(area, colour, opacity=0.16)
-        for x in (low, high):
-            if x is not None:
-                self.mark_x(x, colour)
+        for value in (low, high):
+            if value is not None:
+                across = self.at(value, self.y.low)[0]
+                self._note([(across, area.y), (across, area.bottom)], LEVEL_STRIDE)
+                self.drawing.line((across, area.y), (across, area.bottom), colour=colour, dash="4 3", width=1.5)
 
     def explain(self, low: float | None, high: float | None, words: str, colour: str = VERMILLION) -> None:
         """Write words about a region inside it or, if there is no room, beside it with an arrow."""
@@ -458,8 +455,10 @@ class Axes:
     def pinned(self, xs: Sequence[float], ys: Sequence[float], here: float) -> None:
         """Draw the pinned state's curve and handle, thin and dashed, behind the current ones."""
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
-        self.mark_x(here, PINNED, dash="2 4")
-        self.drawing.circle((self.at(here, self.y.low)[0], self.box.bottom), 5, PINNED)
+        top, bottom = self.at(here, self.y.high), self.at(here, self.y.low)
+        self._note([top, bottom], LEVEL_STRIDE)
+        self.drawing.line(top, bottom, colour=PINNED, dash="2 4", width=1.5)
+        self.drawing.circle(bottom, 5, PINNED)
 
     def _clipped(self, draw: Callable[[], None]) -> None:
         """Draw inside a nested `<svg>`, which clips without the id that a clip path would need."""

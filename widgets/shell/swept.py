@@ -95,6 +95,14 @@ class SweptState(ABC, Generic[Point]):
     def causes(self, value: int) -> list[str]:
         """Return what is wrong at a value that has been run; "queue" means that the queue grows."""
 
+    def nearest(self, span: Span) -> int | None:
+        """Return the knob's value if it has been run and is inside a region, or else the run value at the region's
+        edge, if there is one.
+        """
+        low, high = span
+        inside = [value for value in self.run if (low or 0) <= value < (high or math.inf)]
+        return self.at if self.at in inside else max(inside, default=None, key=lambda value: value if high else -value)
+
     def queue_at(self, edge: float | None) -> bool:
         """Return whether the queue grows at the largest value below this edge."""
         below = [value for value in self.run if value < (edge or 0)]

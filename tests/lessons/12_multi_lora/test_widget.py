@@ -192,7 +192,7 @@ def test_the_right_guess_is_where_the_queue_ends():
     assert "17" in widget.GUESS.options[widget.GUESS.right]
     assert f"{state.wanted:.0f}" == "16"
     assert "about 16" in widget.GUESS.because
-    assert "1 missing" in widget.figure(state)
+    assert "1 more would do" in widget.figure(state)
     assert state.serving.at_once == pytest.approx(20, abs=1)
 
 
