@@ -11,7 +11,7 @@ from minivllm_simulate.load_sweep import Span
 from widgets.chunked_prefill.runs import CHAT
 from widgets.chunked_prefill.state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill.strip import draw_steps, two_digits
-from widgets.shell.plot import MARGIN, Axes, Scale, figures, percent, seconds, tokens
+from widgets.shell.plot import MARGIN, WIDE, Axes, Scale, figures, percent, seconds, tokens
 from widgets.shell.svg import BOLD, SMALL, Box, Drawing, text_box, text_width
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -85,7 +85,10 @@ def _draw_curve(axes: Axes, state: State, ys: Sequence[float], words: str, colou
     curve = dict(zip(state.run, ys, strict=True))
     named = [budget for budget in state.run if not state.causes(budget)] or state.run
     for budget in named[len(named) // 2 :][:1]:
-        axes.name([budget], [curve[budget]], words, colour)
+        if axes.drawing.width < WIDE:  # on a short curve it would hide the bend
+            axes.label(axes.at(budget, curve[budget]), words, colour)
+        else:
+            axes.name([budget], [curve[budget]], words, colour)
     if state.budget in curve:
         axes.points([state.budget], [curve[state.budget]], colour)
 

@@ -96,14 +96,12 @@ def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float, af
     tip = f"Launches {seconds(step.launch)}, weights {seconds(step.weights)}, arithmetic {seconds(answers + chunk)}. "
     first, (x, y) = step.launch + answers, axes.at(limit, 2)
     chunk_end, stop = first + chunk, axes.at(min(end, axes.x.high), 0)[0]
-    size, free = f"up to {step.chunk:,.0f} tokens", " for free" * (chunk_end <= read)
-    beside = text_width(size + free, SMALL) + 4 <= axes.at(min(chunk_end, limit) - first, 0)[0] - box.x
     for name, begin, until, colour, row, rows in (
         ("launch", 0.0, step.launch, PALE, 0, 2),
         ("weights", step.launch, read, MID, 0, 1),
         ("KV", step.least, end, SKY, 0, 1),
         ("", step.launch, first, SKY, 1, 1),
-        (size + free * beside, first, chunk_end, PURPLE, 1, 1),
+        (f"{step.chunk:,.0f} tokens", first, chunk_end, PURPLE, 1, 1),
         ("idle", chunk_end, end, CARD, 1, 1),
     ):
         left, edge = (axes.at(min(time, axes.x.high), 0)[0] for time in (begin, until))
@@ -118,7 +116,7 @@ def _draw_step(axes: Axes, step: Step, slow: float, end: float, limit: float, af
     drawing.line((x, y - 4), (x, box.bottom + 2), GREEN, width=2)
     left, below = axes.at(step.launch, 0)[0], box.bottom + 12
     drawing.text((left, below), "decode", size=SMALL, colour=SKY)
-    prompt = f"prompt{free * (not beside)}"
+    prompt = "of a prompt" + ", for free" * (chunk_end <= read)
     place = max(axes.at(min(chunk_end, axes.x.high), 0)[0] - 1, left + text_width(f"decode  {prompt}", SMALL)), below
     drawing.text(place, prompt * (chunk > 0), size=SMALL, colour=PURPLE, anchor="end")
     reads = f"{counted(step.decodes, 'answer')} each" * (end > step.least)

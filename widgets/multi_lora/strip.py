@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import TypeVar
 
 from minivllm_lab.pictures.drawing import ink_on, wrapped
@@ -34,8 +34,7 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
         return y + HIGH + 10
     ends = frame_ends(Scale(*state.serving.window))
     frames = [_moment_at(state.here.strip, end) for end in ends]
-    growing = ", and growing" * (state.in_the_end(state.slots) > state.first(state.slots))
-    queue_words, queue, slot_words, slots = zip(*map(_scene, frames, ends, repeat(growing)), strict=True)
+    queue_words, queue, slot_words, slots = zip(*map(_scene, frames, ends), strict=True)
     drawing.play(queue_words, still=True)
     y = _write(drawing, y + 10, queue_words) + 8
     gate = _draw_boxes(drawing, y, queue) + 10
@@ -69,13 +68,13 @@ def _moment_at(strip: Sequence[Moment], time: float) -> Moment:
     return last if last.start < time <= last.end else replace(last, in_use=frozenset(), held_for=(), waiting=0)
 
 
-def _scene(moment: Moment, time: float, growing: str) -> tuple[str, list[Shown], str, list[Shown]]:
+def _scene(moment: Moment, time: float) -> tuple[str, list[Shown], str, list[Shown]]:
     """Return the words and boxes of the queue and of the slots at a time, in seconds."""
     many, colours = len(moment.held_for), {None: IDLE} | dict.fromkeys(moment.in_use, SKY)
-    queue = f"after {time:.1f} s, {many or 'no request'} wait{'s' * (many < 2)}{growing * bool(many)}"
+    queue = f"after {time:.1f} s, {many or 'no request'} wait{'s' * (many < 2)}"
     most, times = next(iter(Counter(moment.held_for).most_common(1)), (None, 0))
     if times > 1:
-        queue += f"; the {times} for adapter {most} could share a slot"
+        queue += f"; those for adapter {most} could share a slot"
     slots = f"GPU: {len(moment.in_use)} of {counted(len(moment.slots), 'slot')} used"
     waiting = [(str(each), VERMILLION if each == most and times > 1 else MISSED) for each in moment.held_for]
     return queue, waiting, slots, [(str(each or ""), colours.get(each, RESERVED)) for each in moment.slots]

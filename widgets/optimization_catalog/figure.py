@@ -48,7 +48,7 @@ WHY = {
     ("paging", "slower"): "Each step copies its blocks together.",
     ("paging", "nothing"): "Memory was not the limit.",
     ("kv_cache", "faster"): "Without it, each step recomputes every context.",
-    ("weight_bits", "slower"): "Compute-bound: unpacking costs.",
+    ("weight_bits", "slower"): "Unpacking adds arithmetic.",
     ("weight_bits", "nothing"): "The step is not bound by reading the weights.",
     ("cuda_graphs", "nothing"): "The GPU, not its host, is the bottleneck.",
     ("cuda_graphs", "slower"): "Graphs take memory from the cache.",

@@ -130,7 +130,7 @@ def test_what_a_lever_needs_decides_what_it_buys():
         assert state.factor(field, reverse=True) == pytest.approx(1), f"{field} has no cache to act on"
     assert state.factor("weight_bits") > 1.5  # pyright: ignore
     assert state.factor("weight_bits", reverse=True) < 1, "without a cache a step waits for arithmetic"  # pyright: ignore
-    assert "unpacking costs" in widget.figure(state)
+    assert "Unpacking adds arithmetic" in widget.figure(state)
     strangers = complete(requests="mixed")
     assert strangers.factor("prefix_caching") == pytest.approx(1), "nobody shares a beginning"
     alone = complete(gpu="H100", slots=1)
