@@ -114,7 +114,7 @@ def test_the_picture_does_not_answer_the_guess():
     def is_hidden(part) -> bool:
         return part.get("data-answer") is not None or (part in parents and is_hidden(parents[part]))
 
-    told = (f"{state.both.goodput:.1f}/s", f"{state.steps[1].decodes:.0f} answers each", "tokens for free")
+    told = (f"{state.both.goodput:.1f}/s", f"{state.steps[1].decodes:.0f} answers each", "for free")
     telling = [part for part in picture.iter() if any(words in (part.text or "") for words in told)]
     assert len(telling) == len(told)
     assert all(map(is_hidden, telling))
