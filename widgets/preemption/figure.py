@@ -67,8 +67,7 @@ def _draw_loss(drawing: Drawing, box: Box, state: State, pinned: State | None) -
         with drawing.answer():
             if point.recomputed:
                 each = point.recomputed / point.preemptions
-                total = float(f"{point.recomputed:.3g}")
-                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average = {total:,.0f}:"
+                words = f"{counted(point.preemptions, 'preemption')} × {each:,.0f} tokens on average:"
                 drawing.text((MARGIN, box.y - 38), words, size=SMALL)
             axes.points([state.pool], [point.lost], colour, radius=6)
             axes.tips(pools, lambda pool: _tip(state, pool))

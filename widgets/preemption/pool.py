@@ -34,7 +34,9 @@ class Held(NamedTuple):
     high: int
 
     def at(self, time: float) -> float:
-        return self.low + (self.high - self.low) * Scale(self.span.start, self.span.end).share(time)
+        """Return the tokens held at a time; a period may have no length, when its request is preempted at once."""
+        span = self.span
+        return self.low + (self.high - self.low) * ((time - span.start) / (span.end - span.start or 1))
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:
@@ -166,7 +168,8 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
         return
     _, out, again, _ = life
     top = box.bottom - box.height * life[0].high / most
-    drawing.text((panel.x + 5, top - 6), f"{life[0].high:,} tokens", size=SMALL, colour=BLUE, bold=True)
+    held_words = f"{life[0].high:,} tokens"
+    drawing.text((panel.x + 5, top - 6), held_words, size=SMALL, colour=BLUE, bold=True)
     left, right = pixels(box, across, out.span.start, out.span.end)
     with drawing.layer(at=frames_from(out.span.start, across)):
         drawing.rect(Box(left, top, right - left, box.bottom - top), "none", stroke=VERMILLION, dash="3 3")
@@ -179,8 +182,9 @@ def _draw_life(drawing: Drawing, panel: Box, state: State, life: Sequence[Held])
     with drawing.layer(at=frames_from(again.span.start, across)):
         _draw_ways_back(drawing, panel, right, box.width / (across.high - across.low), _ways_back(state, life))
         drawing.line((right, panel.y + 8), (right, top), QUIET, dash="2 3")
-        words = f"{life[0].high:,} {'back' if swaps else 'again'}"
-        place = min(right + 5, panel.right - BOLD * text_width(words, SMALL)), top - 6
+        words = "all back" if swaps else "all again"
+        beside = max(right + 5, panel.x + 13 + BOLD * text_width(held_words, SMALL))
+        place = min(beside, panel.right - BOLD * text_width(words, SMALL)), top - 6
         drawing.text(place, words, size=SMALL, colour=PURPLE if swaps else ORANGE, bold=True, halo=TINT)
 
 
