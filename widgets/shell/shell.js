@@ -227,7 +227,7 @@ export class Shell {
     this.copied = make("output", {});
     this.unpin = button("Unpin", () => this.reach(this.host.unpin()), { hidden: true });
     this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
-    const pins = this.host.pin ? [button("Pin to compare", () => this.reach(this.host.pin())), this.unpin, this.compare] : [];
+    const pins = this.host.pin ? [button("Pin to compare", () => this.pin()), this.unpin, this.compare] : [];
     const load = this.host.load ? [button("Load", () => this.load())] : [];
     const take = make(
       "details",
@@ -254,6 +254,12 @@ export class Shell {
   jump(values) {
     this.stop(); // a player that goes on would play another run
     this.turn(values);
+  }
+
+  pin() {
+    clearTimeout(this.telling);
+    if (this.pending) this.tell(this.width); // the kernel pins what it was told last
+    this.reach(this.host.pin());
   }
 
   load() {
