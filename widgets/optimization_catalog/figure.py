@@ -22,7 +22,7 @@ NAMES, PITCH, SWEPT = 132, 18, 84
 """Pixels: the width of the levers' names, the height of a row, and that of the plot below."""
 SIGNS = {"waiting": "…", "starts": "starts", "refused": "✕ does not start"}
 ORDERS, ENDS = ("above on", "below on"), ("first", "last")
-"""What is on before a lever in each of the two orders, and when the topmost lever is switched on."""
+"""Names of the two orders: for any lever, by the levers that are on before it; for the topmost, by its place."""
 BREAKS = {
     "refused": "does not start: too little memory",
     "late": "too slow",

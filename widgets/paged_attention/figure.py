@@ -216,7 +216,7 @@ class _Holding(NamedTuple):
     """Slots that hold a token."""
     fault: str
     shared: bool = False
-    """Whether several answers hold it."""
+    """True if several answers hold it."""
 
 
 def _holdings(frame: Frame, block_size: int) -> dict[int, _Holding]:

@@ -37,7 +37,7 @@ SHARE = 0.9
 PREFILL_BUDGET = 2048
 """Tokens of a prefilling engine's step: with more, prompts would only wait for one another."""
 BOUND_BY = {"prefill": "queue", "link": "link", "decode": "tpot", "both": "ttft"}
-"""What is late where a part is always busy; the names are those of `Served.cause`."""
+"""The cause of lateness where each part is always busy, named as `Served.cause` names it."""
 COUNTED = 200
 SEED = 8
 
